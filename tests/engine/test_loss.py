@@ -332,12 +332,10 @@ def test_a_loss_without_state_is_called_as_it_is(folder: Path, loss: str) -> Non
     assert type(model).__name__ == "Net"
 
 
-def test_modules_among_the_options_of_a_function_belong_to_the_loss(folder: Path) -> None:
-    """They are named by the option."""
-    model, objective = joined(folder, text("{own.contrast: {scale: {own.Scale: {}}}}"))
-    assert "loss.scale.factor" in dict(model.named_parameters())
-    objective(model, (torch.randn(3, 6).double(), torch.tensor([0, 1, 2]))).loss.backward()
-    assert all(param.grad is not None for param in model.parameters())
+def test_a_function_with_a_module_among_its_options_is_refused(folder: Path) -> None:
+    """Nothing would train, send or save that module."""
+    with pytest.raises(PipelineError, match="has a module among its options"):
+        joined(folder, text("{own.contrast: {scale: {own.Scale: {}}}}"))
 
 
 def test_weights_of_classes_are_half_in_pure_half_precision(folder: Path) -> None:

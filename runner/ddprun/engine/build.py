@@ -31,7 +31,7 @@ from ddprun.config import (
 from ddprun.config.choices import CHOICE_KINDS, parse_object_spec
 from ddprun.config.tree import KeyPath, format_path, parse_path
 from ddprun.engine.data import ErrorFactory, is_iterable
-from ddprun.engine.model_with_loss import FunctionalLoss, ModelWithLoss, loss_joins_model, model_alone
+from ddprun.engine.model_with_loss import ModelWithLoss, loss_joins_model, model_alone
 from ddprun.engine.samples import Collate
 from ddprun.engine.stateful_metric import StatefulMetric
 from ddprun.engine.turns import Turns
@@ -401,7 +401,8 @@ def build_loss(loaded: LoadedPipeline) -> Callable[[Any, Any], Tensor] | None:
     elif inspect.isclass(target := chosen.import_target()):
         made = chosen.call()
     elif any(isinstance(option, nn.Module) for option in chosen.options.values()):
-        made = FunctionalLoss(target, chosen.options)
+        text = "a loss that is a function has a module among its options, which nothing would train"
+        raise chosen.error(text, "write a class, an nn.Module, that holds the module")
     else:
         made = functools.partial(target, **chosen.options) if chosen.options else target
     return made

@@ -1,6 +1,6 @@
 """A loss that is a module is trained, sent, kept and switched to evaluation together with the model."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any, TypeGuard
 
@@ -35,21 +35,6 @@ class ModelWithLoss(nn.Module):
         prefix = options.pop("prefix", "")
         of_loss = self.loss.state_dict(*args, prefix=f"{prefix}{_LOSS_PREFIX}.", **options)
         return {**self.model.state_dict(*args, prefix=prefix, **options), **of_loss}
-
-
-class FunctionalLoss(nn.Module):
-    """A loss that is a function, with options some of which are modules."""
-
-    def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-        super().__init__()
-        self._function, self._options = function, options
-        for name, value in options.items():
-            if isinstance(value, nn.Module):
-                self.add_module(name, value)
-
-    def forward(self, output: Any, target: Any) -> Any:
-        """The mean over the batch, shape (), or a mapping with `loss`."""
-        return self._function(output, target, **self._options)
 
 
 def loss_joins_model(loss: object) -> TypeGuard[nn.Module]:
