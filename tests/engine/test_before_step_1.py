@@ -104,11 +104,6 @@ class WithState(Wrapper):
         self.inner.load_state_dict(state)
 
 
-class NeedsClosure(torch.optim.SGD):
-    def step(self, closure=None):
-        assert closure is not None, "SAM wants a closure"
-
-
 class AsksForLoss(torch.optim.SGD):
     def step(self, loss):
         return super().step()
@@ -273,12 +268,6 @@ def test_an_inner_optimizer_without_state_to_keep_may_be_used(
         assert codes == [0, 0], said
         found.append((tmp_path / name / "run" / "model.safetensors").read_bytes())
     assert found[0] == found[1]
-
-
-def test_an_optimizer_that_fails_without_a_closure_gets_a_hint(tmp_path: Path) -> None:
-    codes, said = run(tmp_path, OPTIMIZER="{mine.NeedsClosure: {lr: 0.1}}")
-    assert codes == [1, 1]
-    assert "SAM wants a closure\nwrite closure: true beside the optimizer if" in said, said
 
 
 @pytest.mark.parametrize("held_out", ["mine.Data", "mine.Stream"])

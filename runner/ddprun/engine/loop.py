@@ -40,7 +40,6 @@ from ddprun.engine import build, seeding
 from ddprun.engine.closure import StepClosure
 from ddprun.engine.data import MicroBatch, StepBatches
 from ddprun.engine.evaluate import evaluate_in_stage, summary_of_evaluations
-from ddprun.engine.optimizers import hint_at_closure
 from ddprun.engine.session import Session
 from ddprun.engine.stage_run import StageRun, begin_stage, end_stage, execute_action
 from ddprun.engine.state import report_checkpoints, take_checkpoint
@@ -360,8 +359,7 @@ def optimizer_step(
         optimizer.step(cast(Any, closure))
         applied = True
     elif from_backward:
-        with hint_at_closure(runtime.loaded, optimizer):
-            applied = precision.step(optimizer)
+        applied = precision.step(optimizer)
     else:  # never scaled: look for what the loss scaler would have found
         gradients = _gradients(model.parameters())
         applied = precision.scaler is None or all(bool(one.isfinite().all()) for one in gradients)

@@ -1,8 +1,7 @@
 """The run's optimizer, over what some stage trains, and schedules; what they cannot do is refused here."""
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -207,18 +206,6 @@ def _keeps_state(optimizer: Optimizer) -> bool:
 def takes_closure(loaded: LoadedPipeline, optimizer: Optimizer) -> bool:
     """Whether steps pass a closure: `step` requires one, or the file says `closure: true`."""
     return "closure" in loaded.pipeline.optimizer.beside or requires_closure(optimizer)
-
-
-@contextmanager
-def hint_at_closure(loaded: LoadedPipeline, optimizer: Optimizer) -> Iterator[None]:
-    """What an optimizer's step without a closure raises gets a note on `closure: true`, if it takes one."""
-    try:
-        yield
-    except Exception as error:
-        optional = "closure" in inspect.signature(optimizer.step).parameters
-        if optional and loaded.pipeline.optimizer.source != "torch":
-            error.add_note("write closure: true beside the optimizer if its step needs a closure")
-        raise
 
 
 def check_closure(loaded: LoadedPipeline, optimizer: Optimizer) -> None:
