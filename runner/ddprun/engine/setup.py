@@ -1,6 +1,5 @@
 """Builds what the stages of one run share, once, in an order that all ranks follow."""
 
-import threading
 import time
 from functools import partial
 from itertools import chain
@@ -59,7 +58,6 @@ from ddprun_hooks.comm.gpu import Gpu, PinnedStaging
 from ddprun_hooks.errors import HookSetupError
 from ddprun_hooks.exchange import Exchange
 
-_COMPILE_NOTICE_AFTER_S = 3.0
 _BLOCKS_HINT = "write compile: false, or name other modules in blocks"
 
 
@@ -253,10 +251,7 @@ def _compile(
     started = time.monotonic()
     compiler, blocks = compiling.compile_model(loaded, model, ranks_here=ranks.environment.local_world_size)
     what = compiling.describe(blocks)
-    text = f"compiling {what}: this may take minutes"
-    notice = threading.Timer(_COMPILE_NOTICE_AFTER_S, reporter.note, [text])
-    notice.daemon = True
-    notice.start()
+    reporter.note(f"compiling {what}: this may take minutes")
     try:
         for feed, turn, backward in passes:
             turns.select(turn.params)
@@ -266,7 +261,6 @@ def _compile(
             raise compile_error from error
         raise
     finally:
-        notice.cancel()
         turns.select(None)
     if passes and not compiler.graphs:
         why = "; ".join(one.reason for one in compiler.breaks) or "torch gives no reason"
