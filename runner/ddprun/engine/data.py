@@ -128,21 +128,18 @@ class Feed:
                 first_digest = digest_of([self.dataset[self._epoch_indices()[0]]])
         if not self.iterable:
             if self.sampler_order is not None and not self.sharded:
-                self._require_equal_orders(control)
+                # Each takes its share of one and the same order.
+                own = digest_of([torch.tensor(self._epoch_indices())])
+                if differing := control.differing_ranks(own, "the sampler's order"):
+                    problem = f"loader.sampler yields other indices on rank {differing[0]} than on rank 0"
+                    allowed = "have it draw from torch, NumPy or random, which are seeded alike on all ranks"
+                    raise self.make_error(problem, allowed)
             self._lengths = all_gather_number(control, self._own_epoch_samples(), "the data sets' lengths")
             if self.sharded:
                 self._check_length()
             else:
                 require_equal_lengths(self._lengths, self.make_error)
         return control.differing_ranks(first_digest, "a digest of the first samples")
-
-    def _require_equal_orders(self, control: ControlChannel) -> None:
-        """Refuse a sampler that gives ranks other orders: each takes its share of one and the same."""
-        own = digest_of([torch.tensor(self._epoch_indices())])
-        if differing := control.differing_ranks(own, "the sampler's order"):
-            problem = f"loader.sampler yields other indices on rank {differing[0]} than on rank 0"
-            allowed = "have it draw from torch, NumPy or random, which are seeded alike on all ranks"
-            raise self.make_error(problem, allowed)
 
     @property
     def at_epoch_end(self) -> bool:

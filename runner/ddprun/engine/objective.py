@@ -236,7 +236,8 @@ class Objective:
             output, loss, found = model(call) if self._joined else call(model, self.loss)
         if turn is not None:
             if torch.is_grad_enabled() and not loss.requires_grad:
-                raise self._no_gradient_error(turn)
+                text = f'the loss of turn "{turn}" depends on no parameter that it trains'
+                raise self._loaded.error("stages", text, f'check that forward knows a turn called "{turn}"')
             found[turn] = loss.detach().float()
         self.called.add(turn)
         self.value_names |= dict.fromkeys(found)
@@ -382,17 +383,6 @@ class Objective:
         problem += ", so ranks would wait for their gradients forever"
         allowed = "write ddp: {find_unused_parameters: true}, or leave them out of the model, or freeze them "
         return self._loaded.error(key, problem, f"{allowed}(requires_grad_(False))")
-
-    def _no_gradient_error(self, turn: str) -> PipelineError:
-        """An error for a turn whose loss depends on no parameter that it trains."""
-        path, match = next(
-            (f"{stage.path}.turns[{index}]", ", ".join(one.match))
-            for stage in self._loaded.pipeline.train_stages()
-            for index, one in enumerate(stage.turns or ())
-            if one.name == turn
-        )
-        text = f'the loss of turn "{turn}" does not depend on any parameter that matches {match}'
-        return self._loaded.error(path, text, f'check that forward knows a turn called "{turn}"')
 
 
 def _numbers_beside_loss(returned: Any, loss: Tensor) -> dict[str, Tensor]:
