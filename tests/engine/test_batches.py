@@ -449,7 +449,7 @@ def refused(folder: Path) -> str:
         ("loss: model\nbatch: {inputs: image, target: y}", '"target" clashes with "loss: model"'),
         ("batch: {inputs: {3a: image}, target: y}", '"3a" is not an argument name'),
         ("loader: {sampler: a.b, shuffle: true}", '"shuffle: true" clashes with "sampler"'),
-        ("loss: {mse_loss: {reduction: sum}}\nweight_by: targets", 'clashes with "reduction: sum"'),
+        ("loss: {torch.nn.MSELoss: {reduction: sum}}", '"reduction: sum" gives no mean over the batch'),
         (
             "loss: {cross_entropy: {ignore_index: 0}}\nweight_by: {targets: {ignore_index: 1}}",
             '"ignore_index: 1" clashes with "ignore_index: 0" of "loss"',

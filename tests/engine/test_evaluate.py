@@ -169,7 +169,6 @@ def test_accuracy_and_perplexity_go_by_targets_that_count(
     [
         ("{ignore_index: 3}", nn.CrossEntropyLoss(ignore_index=3)),
         ("{ignore_index: 3, weight: [1.0, 2.0, 3.0, 4.0]}", None),
-        ("{ignore_index: 3, reduction: sum}", nn.CrossEntropyLoss(ignore_index=3)),
     ],
 )
 def test_a_losss_own_ignore_index_and_weights_hold(

@@ -191,8 +191,6 @@ def test_batchnorm_is_evaluated_and_saved_with_rank_0s_statistics(tmp_path: Path
         "model: mine.Keywords\ndata: {mine.samples: {mapping: true}}\nloss: model",
         "model: mine.Net\ndata: {train: mine.Stream, evaluate: {mine.Stream: {count: 33}}}\n"
         "loader: {shuffle: false}\nloss: {CrossEntropyLoss: {label_smoothing: 0.1}}",
-        "model: mine.Net\ndata: mine.samples\nloss: {cross_entropy: {reduction: sum}}\n"
-        "optimizer: {sgd: {lr: 0.02}}",
     ],
 )
 def test_dotted_models_data_and_losses_train(tmp_path: Path, head: str) -> None:

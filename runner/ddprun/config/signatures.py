@@ -42,7 +42,7 @@ _NOT_OFFERED: dict[TorchKind, dict[str, str]] = {
 _IGNORED_PARAMETERS: dict[TorchKind, frozenset[str]] = {
     "optimizer": frozenset({"self", "params"}),
     "schedule": frozenset({"self", "optimizer", "last_epoch", "verbose"}),
-    "loss": frozenset({"self", "size_average", "reduce", "device", "dtype", "options"}),
+    "loss": frozenset({"self", "size_average", "reduce", "reduction", "device", "dtype", "options"}),
 }
 _FUNCTIONS = {
     "BCELoss": "binary_cross_entropy",
@@ -216,8 +216,6 @@ def _parameters(init: ast.FunctionDef, kind: TorchKind) -> tuple[TorchOption, ..
     found = []
     for argument, default in pairs:
         annotation = ast.unparse(argument.annotation) if argument.annotation else "Any"
-        if argument.arg == "reduction":  # `none` gives a loss per sample: no backward pass can start there
-            annotation = "Literal['mean', 'sum']"
         if argument.arg in _IGNORED_PARAMETERS[kind] or "Callable" in annotation:
             continue
         required = default is None and not (kind == "schedule" and argument.arg in _LENGTH_OPTIONS)

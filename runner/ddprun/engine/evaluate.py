@@ -269,7 +269,7 @@ def _measure(
     """
     runtime, counted = session.runtime, 0
     means = {name: metric for name, metric in metrics.items() if isinstance(metric, MeanMetric)}
-    beside = MeanMetric(partial(_mean_loss, runtime.objective.loss_is_sum))
+    beside = MeanMetric(_mean_loss)
     sums = {name: torch.zeros(2, dtype=torch.float64, device=runtime.device) for name in means}
     for content, samples in batches:
         with torch.set_grad_enabled(gradients):
@@ -300,9 +300,7 @@ def _metrics(
 ) -> dict[str, MeanMetric | StatefulMetric]:
     """The metrics of an evaluation at `path`, newly made, by name; the loss is the first."""
     loaded, objective = session.runtime.loaded, session.runtime.objective
-    mean_loss = partial(_mean_loss, objective.loss_is_sum)
-    found: dict[str, MeanMetric | StatefulMetric]
-    found = {"loss": MeanMetric(_summed_loss if objective.loss_is_sum else mean_loss)}
+    found: dict[str, MeanMetric | StatefulMetric] = {"loss": MeanMetric(_mean_loss)}
     for index, (name, choice) in enumerate(zip(metric_names(metrics), metrics, strict=True)):
         place = f"{path}.metrics[{index}]"
         select = partial(objective.select, choice.beside, place)
@@ -319,19 +317,13 @@ def _metrics(
             accuracy = partial(_accuracy, ignored, (1, -1) if own else (1,), make_error)
             found[name] = MeanMetric(accuracy, select=select)
         else:
-            found[name] = MeanMetric(mean_loss, lambda mean: math.exp(min(mean, 700.0)))
+            found[name] = MeanMetric(_mean_loss, lambda mean: math.exp(min(mean, 700.0)))
     return found
 
 
-def _summed_loss(result: ForwardResult, samples: int, weight: Tensor | float) -> Sums:
-    return result.loss.double(), samples
-
-
-def _mean_loss(is_sum: bool, result: ForwardResult, samples: int, weight: Tensor | float) -> Sums:
+def _mean_loss(result: ForwardResult, samples: int, weight: Tensor | float) -> Sums:
     """By `weight_by`; else of a cross-entropy over the targets that count, of another loss over samples."""
     loss = result.loss.double()
-    if is_sum:
-        return loss, weight
     if isinstance(weight, Tensor):  # the mean over no target at all is not a number
         return torch.where(weight > 0, loss * weight, 0.0), weight
     return loss * weight if weight else 0.0, weight

@@ -210,9 +210,8 @@ def train_turns(
     )
     for of_turns in zip(*results, strict=True):
         micro, loss = of_turns[0].micro, reduce(torch.add, [one.loss for one in of_turns])
-        mean = mean_loss(session, loss, micro.samples)
-        values = mean_values(session, [one.values for one in of_turns], micro.samples)
-        runtime.recorder.note_loss(mean, micro.samples, micro.effective_weight, values)
+        values = mean_values(session, [one.values for one in of_turns])
+        runtime.recorder.note_loss(loss, micro.samples, micro.effective_weight, values)
     return any(update.applied for update in updates)
 
 
@@ -329,8 +328,7 @@ def forward_step(update: UpdateFunction | None, run: StageRun, batches: StepBatc
         update(model, closure)
     mean = torch.stack(losses).mean() if losses else torch.tensor(math.nan)
     samples, effective_weight = (micro.samples, micro.effective_weight) if losses else (0, 0)
-    means = mean_values(session, values, micro.samples)
-    recorder.note_loss(mean_loss(session, mean, micro.samples), samples, effective_weight, means)
+    recorder.note_loss(mean, samples, effective_weight, mean_values(session, values))
     recorder.lap("forward_us")
     if update is None:
         return
@@ -387,25 +385,16 @@ def loss_weight(session: Session, micro: MicroBatch, total: float) -> float:
     """The factor on a micro-batch's mean loss, so that DDP's average over ranks is the mean over all samples
     (with `weight_by`, over what that counts).
 
-    1 where all ranks hold equally much and there is one micro-batch. A loss that is a sum stays as it is.
+    1 where all ranks hold equally much and there is one micro-batch.
     """
-    if session.runtime.objective.loss_is_sum:
-        return 1.0 if micro.samples else 0.0
     return micro.effective_weight * session.runtime.ranks.size / total if micro.effective_weight else 0.0
 
 
-def mean_loss(session: Session, loss: Tensor, samples: int) -> Tensor:
-    """The mean over samples of a loss, shape ()."""
-    return loss / samples if session.runtime.objective.loss_is_sum and samples else loss
-
-
-def mean_values(
-    session: Session, of_calls: Sequence[Mapping[str, Tensor]], samples: int
-) -> list[Tensor | None]:
-    """The means over samples, and over the calls of the model that have them, of the recorder's numbers."""
+def mean_values(session: Session, of_calls: Sequence[Mapping[str, Tensor]]) -> list[Tensor | None]:
+    """The means over the calls of the model that have them, of the recorder's numbers."""
     found = list[Tensor | None]()
     for name in session.runtime.recorder.value_names:
-        known = [mean_loss(session, one[name], samples) for one in of_calls if name in one]
+        known = [one[name] for one in of_calls if name in one]
         found.append(torch.stack(known).mean() if len(known) > 1 else next(iter(known), None))
     return found
 

@@ -210,9 +210,7 @@ class Objective:
         self.value_names: dict[str, None] = {}  # of numbers beside the loss, in the passes so far
         self.called: set[str | None] = set()  # the turns of passes so far
         self._batch, self._weight_by = loaded.pipeline.batch, loaded.pipeline.weight_by
-        options = loaded.pipeline.loss.options
-        self.loss_is_sum = options.get("reduction") == "sum"  # the loss is a sum over samples, not a mean
-        ignored = getattr(loss, "ignore_index", options.get("ignore_index"))
+        ignored = getattr(loss, "ignore_index", loaded.pipeline.loss.options.get("ignore_index"))
         # Targets of this value do not count; None: all do.
         self.ignore_index = ignored if isinstance(ignored, int) else None
 

@@ -129,13 +129,16 @@ def _batch_keys_unfit_for_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 
 @register_check
+def _loss_that_is_a_sum(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    if pipeline.loss.options.get("reduction") == "sum":
+        yield KeyConflict("loss", '"reduction: sum" gives no mean over the batch', "write reduction: mean")
+
+
+@register_check
 def _weight_by_with_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
     weight, loss = pipeline.weight_by, pipeline.loss
     if weight is None:
         return
-    if loss.options.get("reduction") == "sum":
-        text = f'"weight_by: {weight.name}" clashes with "reduction: sum": a sum is not weighted'
-        yield KeyConflict("weight_by", text, "remove one of the two")
     settings, ignored = weight.settings, loss.options.get("ignore_index")
     own = settings.ignore_index if isinstance(settings, WeightByTargets) else None
     if None not in (own, ignored) and own != ignored:
