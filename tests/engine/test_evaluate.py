@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ddprun.config import load, metric_names
-from ddprun.engine.evaluate import common_batch_sizes
+from ddprun.engine.evaluate import passes_of_rank
 from ddprun.engine.worker import run_worker
 from tests.engine.running import events, run_pipeline, summary
 from tests.ranks import as_processes
@@ -43,9 +43,8 @@ class Padded(Dataset):
 
 
 class Row(IterableDataset):
-    def __init__(self, size=23, by_rank=False):
-        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self.places = range(rank, size, ranks) if by_rank else range(size)
+    def __init__(self, size=23):
+        self.places = range(size)
 
     def __iter__(self):
         return (sample(place) for place in self.places)
@@ -106,7 +105,7 @@ def top(output, target):
 PIPELINE = """
 model: {mine.Net: {gathers: GATHERS}}
 data: {train: mine.Padded, evaluate: DATA}
-loader: {batch_size: SIZE, shuffle: false, MORE}
+loader: {batch_size: SIZE, shuffle: false}
 loss: LOSS
 optimizer: {sgd: {lr: 0.1}}
 stages:
@@ -121,7 +120,6 @@ def pipeline(folder: Path, **words: str) -> str:
         "GATHERS": "false",
         "DATA": "mine.Padded",
         "SIZE": "4",
-        "MORE": "",
         "LOSS": "cross_entropy",
         "METRICS": "[accuracy, perplexity]",
         "IGNORED": "-100",
@@ -210,40 +208,28 @@ def test_names_stay_as_they_are_where_nothing_collides(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize(
-    ("data", "more"),
-    [
-        ("mine.Padded", ""),
-        ("{mine.Padded: {size: 2}}", ""),
-        ("mine.Row", ""),
-        ("{mine.Row: {size: 25, by_rank: true}}", "sharded: true"),
-    ],
-)
-def test_a_model_may_call_collectives_in_evaluate(tmp_path: Path, ranks: int, data: str, more: str) -> None:
+@pytest.mark.parametrize("data", ["mine.Padded", "{mine.Padded: {size: 2}}", "mine.Row"])
+def test_a_model_may_call_collectives_in_evaluate(tmp_path: Path, ranks: int, data: str) -> None:
     """Every rank calls it as often, on batches of one size, though the held-out part is uneven."""
-    text = pipeline(tmp_path, GATHERS="true", DATA=data, MORE=more, SIZE="2")
+    text = pipeline(tmp_path, GATHERS="true", DATA=data, SIZE="2")
     text = text.replace("train: mine.Padded", "train: {mine.Padded: {size: 12}}")
-    if more:
-        text = text.replace(
-            "train: {mine.Padded: {size: 12}}", "train: {mine.Row: {size: 12, by_rank: true}}"
-        )
     run = run_pipeline(tmp_path, text, ranks)
-    assert summary(run)["stages"][-1]["samples"] == {"m": 23, "{": 25 if more else 2}[data[0]]
+    assert summary(run)["stages"][-1]["samples"] == {"m": 23, "{": 2}[data[0]]
 
 
-@pytest.mark.parametrize("held", [[7, 7, 7], [8, 7, 7], [1, 0, 0], [30, 5], [0, 0], [64, 65, 64, 64]])
+@pytest.mark.parametrize("length", [1, 2, 21, 22, 35, 257])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("most", [1, 4, 64])
-def test_calls_are_as_many_and_as_large_on_every_rank(held: list[int], most: int) -> None:
-    """A rank has a whole batch for a call or nothing at all, and all samples are taken."""
-    sizes = common_batch_sizes(held, most)
-    for count in held:
-        for size in sizes:
-            assert count == 0 or count >= size
-            count -= min(count, size)
-        assert count == 0
-    assert all(0 < size <= most for size in sizes)
-    if max(held, default=0) - min(held, default=0) <= 1:
-        assert len(sizes) <= max(held) // most + 2
+def test_calls_are_as_many_and_as_large_on_every_rank(length: int, ranks: int, most: int) -> None:
+    """Sample i goes to rank i modulo ranks, once and in order."""
+    passes = [list(passes_of_rank(range(length), most, rank, ranks)) for rank in range(ranks)]
+    sizes = [[len(samples) for samples, _ in of_rank] for of_rank in passes]
+    assert sizes == [sizes[0]] * ranks
+    assert all(0 < size <= most for size in sizes[0])
+    assert len(sizes[0]) <= length // ranks // most + 2
+    for rank, of_rank in enumerate(passes):
+        counted = [index for samples, count in of_rank for index in samples[:count]]
+        assert counted == list(range(rank, length, ranks))
 
 
 def attempt() -> None:

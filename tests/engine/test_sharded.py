@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ddprun import EXIT_BAD_INPUT
 from ddprun.config import load
 from ddprun.engine.worker import run_worker
 from tests.engine.running import events, summary
@@ -42,8 +43,8 @@ class Row(IterableDataset):
 
 
 class Picked(Dataset):
-    def __init__(self, by_rank=False, size=60):
-        self.places = range(RANK, size, RANKS) if by_rank else range(size)
+    def __init__(self, by_rank=False, size=60, cut=False):
+        self.places = range(RANK, size, RANKS) if by_rank else range(size - RANK if cut else size)
 
     def __len__(self):
         return len(self.places)
@@ -120,14 +121,18 @@ def test_data_that_is_sharded_twice_is_told(tmp_path: Path, kind: str) -> None:
     assert summary(folder)["samples"] == 30
 
 
-@pytest.mark.parametrize("kind", ["Row", "Picked"])
-def test_held_out_data_that_differs_is_told_once_like_training_data(tmp_path: Path, kind: str) -> None:
-    """Both have their event."""
-    options = "by_rank: true}}, evaluate: {mine.Picked: {by_rank: true"
-    folder, said = run(tmp_path, kind, options, stages="{train: {epochs: 1}}, evaluate, evaluate")
-    assert [event.get("held_out") for event in found(folder)] == [None, True]
-    assert said.count("are never used") == 2
-    assert said.count("held-out data: first samples of rank 1 differ from rank 0's\n") == 1
+@pytest.mark.parametrize(
+    "held_out", ["Row: {by_rank: true}", "Picked: {by_rank: true}", "Picked: {cut: true}"]
+)
+def test_held_out_data_that_differs_between_ranks_is_refused(tmp_path: Path, held_out: str) -> None:
+    """Whether its first sample or only its length differs; map-style data before step 1."""
+    options = f"by_rank: true}}}}, evaluate: {{mine.{held_out[:-1]}"
+    write(tmp_path, "Row", options, "sharded: true", "{train: {epochs: 1}}, evaluate")
+    done = ddprun("p.yaml", "--nproc-per-node=2", "--run-dir=run", cwd=tmp_path)
+    assert done.code == EXIT_BAD_INPUT, done.stderr
+    assert "the first sample or the length of rank 1 differs from rank 0's; have each" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert any((tmp_path / "run").glob("steps*")) == held_out.startswith("Row")
 
 
 @pytest.mark.parametrize("kind", ["Row", "Picked", "Augmented"])
@@ -151,26 +156,22 @@ def test_sharded_data_counts_each_sample_once(tmp_path: Path, kind: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("held_out", "samples", "told"),
+    "held_out",
     [
-        ("mine.Picked: {size: 21}", 21, True),
-        ("mine.Row: {size: 21}", 21, True),
-        ("mine.Picked: {size: 21, by_rank: true}", 21, False),
-        ("mine.Picked: {size: 22, by_rank: true}", 22, False),
-        ("mine.Row: {size: 21, by_rank: true}", 21, False),
-        ("synthetic: {samples: 21, shape: [4], classes: 2}", 21, False),
+        "mine.Picked: {size: 21}",
+        "mine.Row: {size: 21}",
+        "mine.Augmented: {size: 21}",
+        "synthetic: {samples: 21, shape: [4], classes: 2}",
     ],
 )
-def test_held_out_data_counts_once_beside_sharded_training_data(
-    tmp_path: Path, held_out: str, samples: int, told: bool
-) -> None:
-    """What all ranks have alike is one set, which is said once; parts are taken as they are."""
-    options = "by_rank: true, size: 24}}, evaluate: {HELD_OUT".replace("HELD_OUT", held_out[:-1])
+def test_held_out_data_counts_once_beside_sharded_training_data(tmp_path: Path, held_out: str) -> None:
+    """All ranks have it alike, and nothing is said."""
+    options = f"by_rank: true, size: 24}}}}, evaluate: {{{held_out[:-1]}"
     stages = "{train: {epochs: 1}}, evaluate, evaluate"
     folder, said = run(tmp_path, "Row", options, "sharded: true", stages)
-    assert [one["samples"] for one in summary(folder)["stages"][1:]] == [samples] * 2
-    assert [event.get("held_out") for event in found(folder)] == [True] * told
-    assert said.count("held-out data: all ranks read the same samples") == told
+    assert [one["samples"] for one in summary(folder)["stages"][1:]] == [21] * 2
+    assert not list(found(folder))
+    assert "held-out data" not in said
 
 
 def test_sharded_data_that_is_not(tmp_path: Path) -> None:

@@ -259,10 +259,8 @@ class HeldOutData:
     """Data to evaluate on."""
 
     dataset: Any  # None: there is none
-    choice: Choice | None
-    make_error: ErrorFactory  # at the choice's place in the file
+    make_error: ErrorFactory  # at its place in the file
     collate: Collate | None
-    sharded: bool | None = None  # each rank has samples of its own; None: ranks have not compared them
 
 
 def build_data(loaded: LoadedPipeline) -> tuple[Any, HeldOutData]:
@@ -312,7 +310,7 @@ def build_stage_held_out(loaded: LoadedPipeline) -> dict[int, HeldOutData]:
 
 def _held_out(loaded: LoadedPipeline, path: str, choice: Choice | None, dataset: Any) -> HeldOutData:
     collate = build_collate(loaded, held_out=True)
-    return HeldOutData(dataset, choice, data_error_factory(loaded, path, choice), collate)
+    return HeldOutData(dataset, data_error_factory(loaded, path, choice), collate)
 
 
 def build_collate(loaded: LoadedPipeline, *, held_out: bool = False) -> Collate | None:

@@ -30,19 +30,18 @@ from ddprun.engine.build import HeldOutData
 from ddprun.engine.data import (
     BatchDataset,
     ErrorFactory,
-    all_gather_number,
     dataloader_options,
     is_iterable,
-    require_equal_lengths,
 )
 from ddprun.engine.objective import ForwardResult
 from ddprun.engine.preserve_state import preserve_state
-from ddprun.engine.samples import BatchError, SampleShard, collate, describe_tensor, digest_of
+from ddprun.engine.samples import BatchError, collate, describe_tensor, digest_of
 from ddprun.engine.save import saved_step, write_weights_and_pipeline
 from ddprun.engine.session import Best, Session
 from ddprun.engine.stage_run import StageRun, averaged_weights, eval_model, make_buffers_equal
 from ddprun.engine.state import take_checkpoint
 from ddprun.engine.stateful_metric import StatefulMetric, add_metric_notes
+from ddprun_hooks.errors import format_ranks
 
 _T = TypeVar("_T")
 
@@ -207,7 +206,9 @@ def try_evaluations(session: Session) -> None:
             data = held_out.dataset
             if is_iterable(data):
                 continue
-            samples = [data[index] for index in range(min(size, *_samples_by_rank(session, held_out)))]
+            seeding.seed_everything(runtime.loaded.pipeline.seed)  # ranks compare what they read
+            samples = [data[index] for index in range(min(size, len(data)))]
+            _require_equal_data(session, held_out, len(data), samples)
             content = _checked(held_out, collate(samples, range(len(samples)), held_out.collate))
             try:
                 _measure(session, [(content, len(samples))], metrics, wanted.gradients)
@@ -372,9 +373,7 @@ def _custom_metric(
 
 
 def _batches(session: Session, held_out: HeldOutData) -> Iterator[tuple[Any, int]]:
-    """This rank's share as (collated batch, samples): sample i goes to rank i modulo ranks, or each rank has
-    its own if the data shards itself. A rank that has none left for a call computes along on a batch of 0.
-    """
+    """This rank's share as (collated batch, samples that count): sample i goes to rank i modulo ranks."""
     batches = _iterable_batches if is_iterable(held_out.dataset) else _map_style_batches
     for content, samples in batches(session, held_out):
         yield _checked(held_out, content), samples
@@ -403,124 +402,63 @@ def _checked(held_out: HeldOutData, content: Any) -> Any:
 
 
 def _map_style_batches(session: Session, held_out: HeldOutData) -> Iterator[tuple[Any, int]]:
-    """Of map-style data: all ranks know all lengths from the start."""
-    runtime, dataset = session.runtime, held_out.dataset
-    loader = runtime.loaded.pipeline.loader
-    lengths = _samples_by_rank(session, held_out)
-    indices = range(len(dataset))
-    compared = indices[: loader.batch_size if loader.sharded else 1]
-    sharded = len(set(lengths)) > 1
-    sharded = sharded or _agree_on_sharding(session, held_out, lambda: [dataset[one] for one in compared])
-    share = SampleShard(runtime.ranks.rank, runtime.ranks.size, sharded)
-    mine, samples_per_rank = share.of(indices), lengths if sharded else share.counts(lengths[0])
-    padded = list(_padded_batches(mine, samples_per_rank, loader.batch_size, mine or indices))
+    runtime, dataset, loader = session.runtime, held_out.dataset, session.runtime.loaded.pipeline.loader
+    rank, ranks = runtime.ranks.rank, runtime.ranks.size
+    passes = list(passes_of_rank(range(len(dataset)), loader.batch_size, rank, ranks))
     batches = DataLoader(
         BatchDataset(dataset, None, held_out.collate),
-        sampler=[list(batch) for batch, _ in padded],
+        sampler=[list(batch) for batch, _ in passes],
         generator=torch.Generator(),
         pin_memory=runtime.device.type == "cuda",
         **dataloader_options(loader.workers),
     )
-    yield from zip(batches, [count for _, count in padded], strict=True)
+    yield from zip(batches, [count for _, count in passes], strict=True)
 
 
 def _iterable_batches(session: Session, held_out: HeldOutData) -> Iterator[tuple[Any, int]]:
-    """Of iterable data: a batch of every rank at a time."""
     runtime = session.runtime
-    control, ranks = runtime.exchange.control, runtime.ranks.size
-    size = runtime.loaded.pipeline.loader.batch_size
+    rank, ranks, size = runtime.ranks.rank, runtime.ranks.size, runtime.loaded.pipeline.loader.batch_size
     # Alike on all ranks, whatever model and metrics draw, and other numbers than training data draws.
     rng = seeding.SeparateRng(runtime.loaded.pipeline.seed + _HELD_OUT_SEED)
     with rng():
         samples = iter(held_out.dataset)
-        first = list(islice(samples, size * ranks))
-    # Before ranks compare what they read, since all have to take part in that.
-    _require_samples(held_out, all_gather_number(control, len(first), "samples to evaluate on"))
-    share = SampleShard(runtime.ranks.rank, ranks, _agree_on_sharding(session, held_out, lambda: first))
-    numbered = enumerate(chain(first, samples))
-    padding: Sequence[tuple[int, Any]] = []
+        read = list(islice(samples, size * ranks))
+    _require_equal_data(session, held_out, len(read), read)
+    numbered = enumerate(chain(read, samples))
     while True:
         with rng():
-            read = list(islice(numbered, size * share.samples_read_per_own))
-        own, samples_per_rank = share.of(read), share.counts(len(read))
-        if share.sharded:
-            samples_per_rank = all_gather_number(control, len(read), "samples to evaluate on")
-        if not any(samples_per_rank):
+            of_all_ranks = list(islice(numbered, size * ranks))
+        if not of_all_ranks:
             return
-        padding = padding or own or read
-        for part, count in _padded_batches(own, samples_per_rank, size, padding):
+        for part, count in passes_of_rank(of_all_ranks, size, rank, ranks):
             numbers, items = zip(*part, strict=True)
             yield collate(items, numbers, held_out.collate), count
 
 
-def _padded_batches(
-    own: Sequence[_T], samples_per_rank: Sequence[int], max_size: int, padding: Sequence[_T]
+def passes_of_rank(
+    samples: Sequence[_T], size: int, rank: int, ranks: int
 ) -> Iterator[tuple[Sequence[_T], int]]:
-    """This rank's samples in each pass, and how many count; `padding` serves a rank that has none left."""
-    taken = 0
-    for size in common_batch_sizes(samples_per_rank, max_size):
-        part = own[taken : taken + size]
-        taken += len(part)
-        yield part or [padding[index % len(padding)] for index in range(size)], len(part)
-
-
-def common_batch_sizes(samples_per_rank: Sequence[int], max_size: int) -> list[int]:
-    """The size of each forward pass, at most `max_size`: every rank that has samples left takes so many."""
-    left, sizes = list(samples_per_rank), list[int]()
-    while any(left):
-        least = min(count for count in left if count)
-        size, times = (max_size, least // max_size) if least >= max_size else (least, 1)
-        sizes += [size] * times
-        left = [max(0, count - size * times) for count in left]
-    return sizes
-
-
-def _agree_on_sharding(session: Session, held_out: HeldOutData, first: Callable[[], Sequence[Any]]) -> bool:
-    """Whether each rank has held-out samples of its own; else all have the same, and each takes its share.
-
-    Ranks compare their first samples once in a run. Data that is said to shard itself, and that all ranks
-    have alike, is one set. Reported once: that, or that ranks read different samples though they share them.
+    """A rank's samples in each forward pass, and how many of them count. Passes are as many and as large on
+    every rank: one that has no sample left computes along on another's.
     """
-    runtime, reporter = session.runtime, session.reporter
-    if held_out.sharded is not None:
-        return held_out.sharded
-    held_out.sharded = _may_be_sharded(session, held_out)
-    with seeding.preserve_rng_state(runtime.device):
-        seeding.seed_everything(runtime.loaded.pipeline.seed)
-        digest = digest_of(first())
-    differing = runtime.exchange.control.differing_ranks(digest, "a digest of the held-out samples")
-    if held_out.sharded:
-        held_out.sharded = bool(differing)
-        if not differing and runtime.ranks.size > 1:
-            reporter.events.info("data_not_sharded", held_out=True)
-            reporter.note(
-                "held-out data: all ranks read the same samples, so each counts once, loader.sharded or not"
-            )
-    elif differing:
-        reporter.report_differing_data("held-out data", differing, runtime.ranks.size, held_out=True)
-    return held_out.sharded
+    at = 0
+    while at < len(samples):
+        of_each = min(size, (len(samples) - at) // ranks) or 1
+        part = samples[at : at + of_each * ranks]
+        at += len(part)
+        own = part[rank::ranks]
+        yield own or part[:1], len(own)
 
 
-def _may_be_sharded(session: Session, held_out: HeldOutData) -> bool:
-    """Whether the file says that data shards itself; a built-in never does."""
-    assert held_out.choice is not None, "check refuses an evaluate stage without data"
-    return session.runtime.loaded.pipeline.loader.sharded and held_out.choice.source != "built-in"
-
-
-def _samples_by_rank(session: Session, held_out: HeldOutData) -> list[int]:
-    """How many samples of map-style data each rank holds: at least one, equally many if they are shared."""
-    control, length = session.runtime.exchange.control, len(held_out.dataset)
-    lengths = all_gather_number(control, length, "samples to evaluate on")
-    if not _may_be_sharded(session, held_out):
-        require_equal_lengths(lengths, held_out.make_error)
-    _require_samples(held_out, lengths)
-    return lengths
-
-
-def _require_samples(held_out: HeldOutData, samples_per_rank: Sequence[int]) -> None:
-    """Refuse data without any sample for a rank: as far as can be seen, it was read before, or is empty."""
-    none = [rank for rank, count in enumerate(samples_per_rank) if not count]
-    if none:
-        whose = "" if len(none) == len(samples_per_rank) else f" for rank {none[0]}"
+def _require_equal_data(session: Session, held_out: HeldOutData, length: int, samples: Sequence[Any]) -> None:
+    """Refuse held-out data whose first sample or `length` differs between ranks, and data without samples: as
+    far as can be seen, it was read before. Called by all ranks.
+    """
+    digest = digest_of([length, *samples[:1]])
+    if differing := session.runtime.exchange.control.differing_ranks(digest, "a digest of the held-out data"):
+        problem = f"the first sample or the length of {format_ranks(differing)} differs from rank 0's"
+        allowed = "have each rank read all of it, and draw from torch, NumPy or random, which are seeded"
+        raise held_out.make_error(problem, allowed)
+    if not length:
         allowed = "data that can be read only once lasts for one evaluation: have its __iter__ start over"
-        raise held_out.make_error(f"it has no sample to evaluate on{whose}", allowed)
+        raise held_out.make_error("it has no sample to evaluate on", allowed)

@@ -37,7 +37,6 @@ from ddprun.units import abbreviated_list, format_count
 from ddprun_hooks import Hook
 from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.comm.trace import BucketTrace
-from ddprun_hooks.errors import format_ranks
 
 _MOST_RANKS_SHOWN = 8
 
@@ -245,16 +244,6 @@ class Reporter:
                 f"step {step}: torch.compile has reached its limit of {compiler.reported_graphs} graphs, "
                 "and batches of further sizes run uncompiled: write compile: {dynamic: true}"
             )
-
-    def report_differing_data(self, name: str, ranks: list[int], size: int, **about: Any) -> None:
-        """Report ranks that read other samples of shared data than rank 0."""
-        self.events.warning("data_differs", ranks=ranks, **about)
-        self.note(
-            f"{name}: first samples of {format_ranks(ranks)} differ from rank 0's\n"
-            f"  if the data set shards itself by rank, {size - 1} of {size} samples are never used: "
-            "write loader: {sharded: true}\n"
-            "  if it draws at random, draw from torch, NumPy or random, which are seeded"
-        )
 
     def report_frozen_differ(self, names: Sequence[str]) -> None:
         """Report frozen parameters of which not all ranks hold the same, though nothing trains them."""

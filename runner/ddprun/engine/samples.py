@@ -55,10 +55,6 @@ class SampleShard:
         own = deal(tuple(share // size for share in self.shares))[self.rank]
         return [read[at * size : (at + 1) * size] for at in own if at * size < len(read)]
 
-    def counts(self, read: int) -> list[int]:
-        """How many of so many samples that all ranks read are each rank's."""
-        return [len(range(rank, read, self.ranks)) for rank in range(self.ranks)]
-
 
 @lru_cache(maxsize=8)
 def deal(shares: tuple[int, ...]) -> list[list[int]]:

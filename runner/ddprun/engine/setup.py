@@ -55,7 +55,7 @@ from ddprun.telemetry.writer import RecordFiles, log_event
 from ddprun.track import RunInfo
 from ddprun_hooks.comm.control import ControlChannel, open_control_channel
 from ddprun_hooks.comm.gpu import Gpu, PinnedStaging
-from ddprun_hooks.errors import HookSetupError
+from ddprun_hooks.errors import HookSetupError, format_ranks
 from ddprun_hooks.exchange import Exchange
 
 _BLOCKS_HINT = "write compile: false, or name other modules in blocks"
@@ -351,4 +351,10 @@ def _compare_data(feed: Feed, name: str, control: ControlChannel, reporter: Repo
             "remove loader.sharded"
         )
     if differing and not feed.sharded:
-        reporter.report_differing_data(name, differing, feed.world_size)
+        reporter.events.warning("data_differs", ranks=differing)
+        lost = f"{feed.world_size - 1} of {feed.world_size} samples are never used"
+        reporter.note(
+            f"{name}: first samples of {format_ranks(differing)} differ from rank 0's\n"
+            f"  if the data set shards itself by rank, {lost}: write loader: {{sharded: true}}\n"
+            "  if it draws at random, draw from torch, NumPy or random, which are seeded"
+        )
