@@ -59,10 +59,8 @@ def value_error(problem: str, allowed: str | None) -> ValueError:
 
 
 def feed(dataset: Any, rank: int, ranks: int, **changes: Any) -> Feed:
-    own: dict[str, Any] = {"make_error": value_error}
-    own |= {key: changes.pop(key) for key in ("on_samples_lost",) if key in changes}
     loader = {"batch_size": 4, "shuffle": not isinstance(dataset, IterableDataset), **changes}
-    return Feed(dataset, Loader(**loader), seed=3, rank=rank, world_size=ranks, **own)
+    return Feed(dataset, Loader(**loader), seed=3, rank=rank, world_size=ranks, make_error=value_error)
 
 
 def epoch(source: Feed, accumulate: int = 1) -> list[list[tuple[list[int], int]]]:
@@ -366,7 +364,7 @@ def generator(size: int) -> Iterator[tuple[int, int]]:
 
 @pytest.mark.parametrize(
     ("kind", "workers"),
-    [(OneShot, 0), (OneShot, 2), (OneSource, 0), (StartsAnew, 0), (StartsAnew, 2), (generator, 0)],
+    [(OneShot, 0), (OneSource, 0), (StartsAnew, 0), (StartsAnew, 2), (generator, 0)],
 )
 def test_looking_at_data_before_step_1_loses_none_of_it(kind: Any, workers: int) -> None:
     """What the passes before step 1 have read of an iterable that is read once is handed out again."""
@@ -403,42 +401,33 @@ class Random(Stream):
         return iter((torch.rand(()), index) for index in range(self.size))
 
 
-def samples_told_lost(group: RankGroup, kind: Any, sharded: bool, workers: int) -> list[str]:
-    told: list[str] = []
-    changes: dict[str, Any] = {"sharded": sharded, "workers": workers, "shuffle": False}
-    source = feed(kind(40), group.rank, group.size, on_samples_lost=told.append, **changes)
+def begins_anew(group: RankGroup, kind: Any, sharded: bool) -> bool:
+    source = feed(kind(40), group.rank, group.size, sharded=sharded, workers=2, shuffle=False)
     compare(group, source)
-    for _ in islice(source.steps(1), 3):
-        pass
-    return told
+    return source.begins_anew()
 
 
-@pytest.mark.parametrize(("kind", "lost"), [(OneSource, 1), (Random, 0), (Stream, 0), (StartsAnew, 0)])
+@pytest.mark.parametrize(
+    ("kind", "anew"), [(OneSource, False), (Random, True), (Stream, True), (StartsAnew, True)]
+)
 @pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_samples_that_are_lost_to_loading_processes_are_told(
-    kind: Any, lost: int, sharded: bool, workers: int
+def test_data_whose_first_samples_loading_processes_do_not_get_is_known(
+    kind: Any, anew: bool, sharded: bool
 ) -> None:
-    """Once; not where the data set draws at random, or nothing is lost."""
-
-    (told,) = ranks_with_workers(1, samples_told_lost, kind, sharded, workers)
-    assert len(told) == (lost if workers else 0)
-    assert all("then write loader: {workers: 0}" in text for text in told)
+    """Not if the data set draws at random from seeded generators, or starts over."""
+    assert ranks_with_workers(1, begins_anew, kind, sharded) == [anew]
 
 
-def test_a_dataset_that_begins_anew_is_not_read_again() -> None:
-    """Looking for lost samples costs a digest of one batch."""
-    opened = []
+def refused(group: RankGroup) -> str:
+    with pytest.raises(ValueError, match="its own iterator") as raised:
+        begins_anew(group, OneShot, False)
+    return str(raised.value)
 
-    class Counts(Stream):
-        def __iter__(self) -> Iterator[tuple[int, int]]:
-            opened.append(1)  # in loading processes: of their own list
-            return super().__iter__()
 
-    source = feed(Counts(40), 0, 1, workers=1)
-    source.first_batch()
-    assert len(list(source.steps(1, epochs=1))) == 10
-    assert opened == [1]
+def test_an_iterator_is_not_shared_by_loading_processes() -> None:
+    """Each would read other samples."""
+    (said,) = ranks_with_workers(1, refused)
+    assert "write loader: {workers: 0}, or have its __iter__ start over" in said
 
 
 @pytest.mark.parametrize("kind", [OneShot, StartsAnew, Stream])
@@ -471,12 +460,11 @@ def test_an_iterator_at_its_end_is_named() -> None:
         next(steps)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_samples_that_were_read_ahead_are_those_of_any_rank(workers: int) -> None:
+def test_samples_that_were_read_ahead_are_those_of_any_rank() -> None:
     """A run that is resumed on more ranks begins in the midst of them."""
     seen = []
     for rank in range(3):
-        source = feed(OneShot(37), rank, 3, shuffle=False, workers=workers)
+        source = feed(OneShot(37), rank, 3, shuffle=False)
         source.first_batch()
         source.load_state_dict({"epoch": 0, "samples": 8})
         seen += [i for step in epoch(source) for batch, _ in step for i in batch]
@@ -528,20 +516,20 @@ def compare(group: RankGroup, source: Feed) -> list[int]:
     return source.compare_ranks(ControlChannel(group.process_groups[0]))
 
 
-def seeds_of_gpus(group: RankGroup) -> tuple[list[str], list[int]]:
+def seeds_of_gpus(group: RankGroup) -> tuple[bool, list[int]]:
     seeds: list[int] = []
-    lost: list[str] = []
-    source = feed(OneSource(64), 0, 1, workers=2, on_samples_lost=lost.append)
+    source = feed(OneSource(64), 0, 1, workers=2)
     with mock.patch.object(torch.cuda, "manual_seed_all", seeds.append):
         compare(group, source)
+        anew = source.begins_anew()
         epoch(source)
-    return lost, seeds
+    return anew, seeds
 
 
 def test_data_that_is_looked_at_leaves_the_generators_of_gpus_alone() -> None:
     """Each rank has seeded its own; they would be equal if looking seeded them."""
-    [(lost, seeds)] = ranks_with_workers(1, seeds_of_gpus)
-    assert len(lost) == 1, "it was read a second time"
+    [(anew, seeds)] = ranks_with_workers(1, seeds_of_gpus)
+    assert not anew, "it was read a second time"
     assert seeds == []
 
 

@@ -89,7 +89,6 @@ class Feed:
     collate: Collate | None = None  # makes a batch; None: as torch does
     sampler_order: Callable[[int], list[int]] | None = None  # indices of an epoch, in place of `shuffle`
     pin: bool = False  # batches go into page-locked memory, for a GPU
-    on_samples_lost: Callable[[str], None] = lambda text: None  # of samples that were read early
 
     def __post_init__(self) -> None:
         loader = self.loader
@@ -101,7 +100,6 @@ class Feed:
         self._least = loader.global_batch or self._sizes[0]  # `drop_last` drops what is less
         self._loader_options: dict[str, Any] = {"pin_memory": self.pin, **dataloader_options(loader.workers)}
         self.epoch = 0  # an epoch that is used up is left when the next step is asked for
-        self._warned = False
         self._consumed_samples = 0  # samples of the epoch, of all ranks, as if every rank's batches were full
         self._order: tuple[int, list[int]] | None = None  # an epoch, and the order of its samples
         # This rank's, and their numbers.
@@ -126,6 +124,9 @@ class Feed:
                 first_digest = self._peek_and_digest_samples()
             else:
                 first_digest = digest_of([self.dataset[self._epoch_indices()[0]]])
+        if self.iterable and self._workers and self._stream.one_shot and not self.begins_anew():
+            problem = "the data set is its own iterator, which loading processes cannot share"
+            raise self.make_error(problem, "write loader: {workers: 0}, or have its __iter__ start over")
         if not self.iterable:
             if self.sampler_order is not None and not self.sharded:
                 # Each takes its share of one and the same order.
@@ -140,6 +141,11 @@ class Feed:
             else:
                 require_equal_lengths(self._lengths, self.make_error)
         return control.differing_ranks(first_digest, "a digest of the first samples")
+
+    def begins_anew(self) -> bool:
+        """Whether an iterable dataset, read again under the same seed, yields the same first sample."""
+        with SeparateRng(self.seed)():
+            return digest_of(islice(iter(self.dataset), 1)) == self._stream.first_digest
 
     @property
     def at_epoch_end(self) -> bool:
@@ -376,7 +382,7 @@ class Feed:
     # Iterable: every rank reads the whole stream and takes its share, so all know when it ends.
 
     def _iterable_steps(self, accumulate: int) -> Iterator[StepBatches]:
-        batches = self._warn_if_samples_lost(self._rank_share_batches())
+        batches = self._rank_share_batches()
         while read := list(islice(batches, accumulate * len(self._sizes))):
             own_batches = chain.from_iterable(of_micro_batch for of_micro_batch, _ in read)
             group = [MicroBatch(self._batch_or_raise(content), own, own) for content, own in own_batches]
@@ -389,7 +395,7 @@ class Feed:
     # Iterable and sharded: no rank knows how many samples another one has left, so they exchange it.
 
     def _sharded_iterable_steps(self, accumulate: int) -> Iterator[StepBatches]:
-        batches = self._warn_if_samples_lost(self._rank_share_batches())
+        batches = self._rank_share_batches()
         while True:
             read = islice(batches, accumulate)
             mine = [(self._batch_or_raise(content), samples) for ((content, samples),), _ in read]
@@ -415,41 +421,13 @@ class Feed:
     def _rank_share_batches(self) -> Iterator[Any]:
         """This rank's share of what is left of the epoch, as `_RankShareDataset` gives it."""
         skip = self._samples_read(self._consumed_samples)
-        if self._workers:
-            samples, already_read = self._stream.for_loader_workers(), 0
-        else:
+        samples, already_read = self.dataset, 0  # loading processes begin anew
+        if not self._workers:
             samples, already_read = self._stream.resume(self.epoch, skip)
         sizes = [size // self.world_size for size in self._sizes] if self.sharded else self._sizes
         drop_last = self.drop_last and not self.sharded and len(sizes) == 1
         share = _RankShareDataset(samples, sizes, self._share, skip, already_read, drop_last, self.collate)
         return iter(DataLoader(share, generator=self._loading_generator(), **self._loader_options))
-
-    def _warn_if_samples_lost(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Pass the batches on; warn if loading processes begin with other samples than those that were read
-        ahead.
-
-        A data set that reads one source begins after it. One that draws at random gives other samples, too,
-        so that only where the first batch differs is the data set read a second time: a sample of it, under
-        the seeds of the first time.
-        """
-        peeked, not_at_start = self._first_samples, self.epoch or self._consumed_samples
-        if not self._workers or peeked is None or not_at_start or self._warned or self._stream.one_shot:
-            return batches
-        first = next(batches, None)
-        if first is None:
-            return batches
-        if digest_of([batch for batch, _ in first[0][:1]]) != digest_of([collate(*peeked, self.collate)]):
-            with SeparateRng(self.seed)():
-                again = digest_of(islice(iter(self.dataset), 1))
-            if again != self._stream.first_digest:
-                self._warned = True
-                self.on_samples_lost(
-                    "read again, it begins with other samples; if it reads on from one source, the first "
-                    "ones are lost\n"
-                    "  then write loader: {workers: 0}; if it draws at random, use torch, NumPy or random, "
-                    "which are seeded"
-                )
-        return chain([first], batches)
 
     def _loading_generator(self) -> torch.Generator:
         """Seeds the loading processes, so that iterating draws nothing from torch's own generator."""
@@ -511,30 +489,11 @@ class _PeekableStream:
         while self._peeked:
             self._yielded_samples += 1
             yield self._peeked.popleft()
-        for sample in _remaining_samples(iterator):
-            self._yielded_samples += 1
-            yield sample
-
-    def for_loader_workers(self) -> Iterable[Any]:
-        """The samples of an epoch in loading processes, each of which reads all of them."""
-        return _PeekedThenRest(self._peeked, self._iterator) if self.one_shot else self._dataset
-
-
-def _remaining_samples(iterator: Iterator[Any]) -> Iterator[Any]:
-    """What an iterator still yields; `iter` is not called again, which may begin again."""
-    with suppress(StopIteration):
-        while True:
-            yield next(iterator)
-
-
-class _PeekedThenRest:
-    """The samples that were read ahead of an iterator, then the rest of it; for a loading process."""
-
-    def __init__(self, ahead: Iterable[Any], iterator: Any) -> None:
-        self._ahead, self._iterator = list(ahead), iterator
-
-    def __iter__(self) -> Iterator[Any]:
-        return chain(self._ahead, _remaining_samples(self._iterator))
+        with suppress(StopIteration):
+            while True:  # `iter` is not called again, which may begin again
+                sample = next(iterator)
+                self._yielded_samples += 1
+                yield sample
 
 
 class BatchDataset(Dataset[Any]):

@@ -335,14 +335,18 @@ def _open_exchange(
 
 
 def _compare_data(feed: Feed, name: str, control: ControlChannel, reporter: Reporter) -> None:
-    """Report ranks that read other samples of shared data, or the same of data that is to shard itself."""
-
-    def note_lost_samples(text: str) -> None:
-        reporter.events.warning("data_lost")
-        reporter.note(f"{name}: {text}")
-
-    feed.on_samples_lost = note_lost_samples
+    """Report ranks that read other samples of shared data, or the same of data that is to shard itself, and
+    samples that loading processes do not get.
+    """
     differing = feed.compare_ranks(control)
+    if feed.iterable and feed.loader.workers and not feed.begins_anew():
+        reporter.events.warning("data_lost")
+        reporter.note(
+            f"{name}: read again, it begins with other samples; if it reads on from one source, the first "
+            "ones are lost\n"
+            "  then write loader: {workers: 0}; if it draws at random, use torch, NumPy or random, which are "
+            "seeded"
+        )
     if feed.world_size > 1 and feed.sharded and not differing:
         reporter.events.warning("data_not_sharded")
         reporter.note(
