@@ -206,7 +206,7 @@ def test_ranks_that_stop_at_different_steps_wait_for_no_checkpoint(tmp_path: Pat
 @needs_namespaces
 @pytest.mark.netns
 def test_memory_that_is_too_small_is_told_and_costs_nothing(tmp_path: Path) -> None:
-    """Before step 1, as far as it can be known. Then once."""
+    """Once."""
     prepare(tmp_path / "here", *POLICIES[0])
     small = "mount -t tmpfs -o size=36k tmpfs /dev/shm"
     with hosts(1) as (host,):
@@ -214,8 +214,6 @@ def test_memory_that_is_too_small_is_told_and_costs_nothing(tmp_path: Path) -> N
         with Running("p.yaml", *flags, cwd=tmp_path / "here", host=host, setup=small) as running:
             done = running.wait()
     assert done.code == 0, done.stderr
-    told = "/dev/shm has 32 KiB free, and two checkpoints in memory need 37.6 KiB for weights alone: "
-    assert done.stderr.count(told) == 1, done.stderr
     assert done.stderr.count("no checkpoint in memory at step 5: rank ") == 1, done.stderr
     assert done.stderr.count("No space left on device") == 1
 

@@ -175,11 +175,3 @@ def test_nccl_wants_room_between_gpus(ranks: int, free: int, short: bool) -> Non
     found = dev_shm.nccl_shortage(ranks, dev_shm.ShmSpace(free, free))
     assert (found is not None) == short
     assert found is None or (not found.is_fatal and "64 MiB free" in found.message)
-
-
-def test_checkpoints_in_memory_want_room_for_two() -> None:
-    """Of the weights: what else is in them is known only later."""
-    assert dev_shm.checkpoints_shortage(1 << 20, None) is None
-    assert dev_shm.checkpoints_shortage(1 << 20, dev_shm.ShmSpace(2 << 20, 2 << 20)) is None
-    found = dev_shm.checkpoints_shortage(1 << 20, dev_shm.ShmSpace(2 << 20, 1 << 20))
-    assert found == "/dev/shm has 1 MiB free, and two checkpoints in memory need 2 MiB for weights alone"

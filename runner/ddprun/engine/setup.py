@@ -216,10 +216,6 @@ def build_session(
     if pipeline.checkpoint.memory_every and pipeline.checkpoint.keep and runtime.memory_checkpoints is None:
         text = "it needs max_restarts, ddprun as the launcher, and /dev/shm on each host"
         reporter.note(f"checkpoint.memory_every is not used: {text}")
-    elif runtime.memory_checkpoints is not None:
-        weights = sum(param.numel() * param.element_size() for param in model.parameters())
-        if shortage := dev_shm.checkpoints_shortage(weights, dev_shm.shm_space()):
-            reporter.note(f"warning: {shortage}: {dev_shm.REMEDY}")
     replicas = ReplicaConsistency(optimizer_is_read=has_train_eval_modes(optimizer))
     session = Session(runtime, RunState(replicas=replicas), reporter)
     check_state_storable(session)

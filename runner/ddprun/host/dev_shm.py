@@ -82,15 +82,6 @@ def shortage(
     return ShmShortage(f"/dev/shm has {format_binary_bytes(space.free)} free, {why}", certain)
 
 
-def checkpoints_shortage(weights_bytes: int, space: ShmSpace | None) -> str | None:
-    """What checkpoints in memory of a model with so large weights miss for certain; None: nothing."""
-    least = 2 * weights_bytes  # the newest, and the one that is being written
-    if space is None or space.free >= least:
-        return None
-    free, needed = format_binary_bytes(space.free), format_binary_bytes(least)
-    return f"/dev/shm has {free} free, and two checkpoints in memory need {needed} for weights alone"
-
-
 def nccl_shortage(ranks: int, space: ShmSpace | None) -> ShmShortage | None:
     """What NCCL may miss between the GPUs of a host; None: enough room, no `/dev/shm`, or one rank."""
     if ranks == 1 or space is None or space.free >= ROOM_FOR_NCCL_BYTES:
