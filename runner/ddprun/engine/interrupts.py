@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import wait
 from dataclasses import dataclass
 from types import FrameType
@@ -15,10 +15,8 @@ from typing import Any, Self, TypeVar
 from ddprun import LAUNCHED_VARIABLE, TURNS_VARIABLE
 from ddprun.host.processes import handle_signal_unless_ignored, run_in_daemon_thread
 from ddprun.parallel.ranks import Ranks
-from ddprun_hooks.config.trust import callable_full_names
 
 _STOP_KEY, _CHECK_STORE_EVERY_S = "stop", 1.0
-_LOOK_AT_HANDLERS_EVERY_S = 1.0
 _TICK_S = 0.1
 _T = TypeVar("_T")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -36,9 +34,7 @@ class SignalRequests:
     def __init__(self) -> None:
         self.stop_requested = self._checkpoint_requested = False
         self._store_checked_s = 0.0
-        self._replaced: set[tuple[str, str]] = set()  # signals, and handlers that had the place of ours
-        self._reported: set[tuple[str, str]] = set()
-        self._looked_s = -math.inf
+        self._reinstalled_s = -math.inf
 
         if LAUNCHED_VARIABLE in os.environ:
             signal.signal(signal.SIGINT, self._on_stop_signal)
@@ -52,25 +48,17 @@ class SignalRequests:
         self, number: signal.Signals, handler: Callable[[int, FrameType | None], Any]
     ) -> None:
         """Put another handler of ddprun's over one of these signals."""
-        self.reinstall_handlers()
         self._handlers[number] = handler
         signal.signal(number, handler)
 
-    def reinstall_handlers(self) -> None:
-        """Put these handlers back where the pipeline's code, or C code unseen by Python, has set others."""
-        for number, ours in self._handlers.items():
-            if (found := signal.signal(number, ours)) != ours:
-                self._replaced.add((number.name, _name_of_handler(found)))
-
-    def report_replaced_handlers(self, report: Callable[[Mapping[str, str]], None]) -> None:
-        """Put the handlers back, and report each replaced one once, by its signal; once a second (20 us)."""
-        if time.monotonic() - self._looked_s < _LOOK_AT_HANDLERS_EVERY_S:
-            return
-        self._looked_s = time.monotonic()
-        self.reinstall_handlers()
-        if new := self._replaced - self._reported:
-            self._reported |= new
-            report(dict(sorted(new)))
+    def reinstall_handlers(self, every_s: float = 0.0) -> None:
+        """Put these handlers back where the pipeline's code, or C code unseen by Python, has set others; no
+        more often than `every_s`, for it takes 20 us.
+        """
+        if time.monotonic() - self._reinstalled_s >= every_s:
+            self._reinstalled_s = time.monotonic()
+            for number, ours in self._handlers.items():
+                signal.signal(number, ours)
 
     def await_unless_stopped(self, call: Callable[[], _T]) -> _T | None:
         """The result of a call on a background thread; None if a stop is requested first. For calls that wait
@@ -105,14 +93,6 @@ class SignalRequests:
 
     def _on_checkpoint_signal(self, number: int, frame: FrameType | None) -> None:
         self._checkpoint_requested = True
-
-
-def _name_of_handler(handler: object) -> str:
-    if handler is None:
-        return "of C code"
-    if isinstance(handler, signal.Handlers):
-        return f"signal.{handler.name}"
-    return next(callable_full_names(handler))
 
 
 @dataclass(slots=True)

@@ -511,7 +511,7 @@ def act_on_messages(
     go on, or how the stage ends. `stop alone`: ranks exchange nothing, and this one stops by itself.
     """
     session, runtime, step = run.session, run.session.runtime, run.session.state.step
-    runtime.signals.report_replaced_handlers(session.reporter.report_handlers)
+    runtime.signals.reinstall_handlers(every_s=1.0)
     requested = any(one.checkpoint for one in agreed_steps)
     if agreed_steps:
         session.record_agreed(agreed_steps)

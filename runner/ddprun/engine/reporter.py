@@ -198,15 +198,6 @@ class Reporter:
                 "loss down (clip_norm acts only after the exchange)"
             )
 
-    def report_handlers(self, replaced: Mapping[str, str]) -> None:
-        """Report handlers of signals that the pipeline's code has installed, by signal."""
-        self.events.warning("handlers_replaced", handlers=dict(replaced))
-        named = ", ".join(f"{name} ({handler})" for name, handler in replaced.items())
-        self.note(
-            f"signal handlers that the pipeline's code has installed are not called: {named}; "
-            "ddprun handles these signals itself"
-        )
-
     def report_nonfinite(self, found: Nonfinite) -> None:
         self.events.warning("nonfinite", **asdict(found))
         self.note(found.describe())

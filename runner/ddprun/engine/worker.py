@@ -147,7 +147,7 @@ def _run(
         discard_stale_best(session)
     local_ranks = ranks.environment.local_world_size
     session.runtime.time_slices = ComparisonSliceClient.from_environment(local_ranks)
-    signals.report_replaced_handlers(session.reporter.report_handlers)
+    signals.reinstall_handlers()
     gc.collect()  # now, and not in the middle of a step
     cursor = session.state.cursor
     cursor.note_world_size(session.state.step + 1, ranks.size)
