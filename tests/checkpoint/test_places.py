@@ -189,20 +189,6 @@ def test_memory_without_a_launcher_is_told(tmp_path: Path) -> None:
     assert done.stderr.count(told) == 1
 
 
-def test_ranks_that_stop_at_different_steps_wait_for_no_checkpoint(tmp_path: Path) -> None:
-    """One in memory that not all of them have reached is given up, and does not hold up the end."""
-    place = tmp_path / "here"
-    prepare(place, "independent", "[]")
-    slower = "0.0004 * 20 ** int(os.environ['RANK'])"
-    (place / "slow.py").write_text(f"import os\n{MODULE.replace('0.0008', slower)}")
-    flags = ["--run-dir=run", "--set=launch.timeout_s=600", "--set=checkpoint.memory_every=1"]
-    with Running("p.yaml", *flags, "--set=stages[0].train.steps=100000", cwd=place) as running:
-        wait_for_memory(running, 1)
-        running.process.send_signal(signal.SIGINT)
-        done = running.wait(60)
-    assert done.code == 130, done.stderr
-
-
 @needs_namespaces
 @pytest.mark.netns
 def test_memory_that_is_too_small_is_told_and_costs_nothing(tmp_path: Path) -> None:

@@ -181,8 +181,8 @@ def test_independent_replicas_cannot_change_their_number(tmp_path: Path) -> None
     assert "its ranks train independently, so another number of ranks cannot resume it" in done.stderr
 
 
-def test_independent_replicas_that_stopped_at_different_steps_go_on(tmp_path: Path) -> None:
-    """Each from where it was: of a rank that is slower there are fewer steps when the run is interrupted."""
+def test_independent_replicas_of_different_speed_stop_at_one_step_and_go_on(tmp_path: Path) -> None:
+    """The one that the control messages give, though ranks exchange nothing else."""
     module = MODULE.replace("time.sleep(0.005)", "time.sleep(0.01 * (1 + RANK))")
     (tmp_path / "samples.py").write_text(module)
     text = PIPELINE.replace("MODEL", MLP).replace("SYNC", "independent").replace("HOOKS", "[]")
@@ -199,7 +199,7 @@ def test_independent_replicas_that_stopped_at_different_steps_go_on(tmp_path: Pa
         os.killpg(running.process.pid, signal.SIGINT)
         assert running.wait(60).code == 130
     stopped = [max(steps) for steps in steps_of(tmp_path / "run")]
-    assert 4 < stopped[1] < stopped[0] < 124
+    assert 4 < stopped[1] == stopped[0] < 124
     done = ddprun("resume", "run", cwd=tmp_path)
     assert done.code == 0, done.stderr
     assert steps_of(tmp_path / "run") == [list(range(1, 125))] * 2

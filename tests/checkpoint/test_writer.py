@@ -213,23 +213,6 @@ def test_writing_goes_on_beside_training(tmp_path: Path) -> None:
     close(ranks)
 
 
-def test_one_that_not_all_ranks_came_to_is_left_out(tmp_path: Path) -> None:
-    """Ranks that never meet stop each after a step of its own; the last one, which all take, is written."""
-    ranks = writers(tmp_path)
-    everyone(ranks, 10, wait=True)
-    for rank in (0, 2):
-        ranks[rank].enqueue(20, parts(rank))
-    ranks[2].enqueue(30, parts(2))
-    assert max(writer.enqueued_count for writer in ranks) == 3
-    for writer in ranks:
-        writer.report_missed_checkpoints(3)
-    assert everyone(ranks, 30, wait=True).problem == "rank 1 had stopped before"
-    outcome = ranks[0].outcomes.get(timeout=30)
-    assert (outcome.step, outcome.problem) == (30, None)
-    close(ranks)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-00000030"]
-
-
 class Under:
     """Copies that are under way: they are there once somebody has waited."""
 

@@ -253,3 +253,11 @@ def test_the_screen_says_what_did_not_improve_by_how_much(tmp_path: Path) -> Non
     assert summary(tmp_path / "run")["best"]["step"] > event["best_step"]
     shown = f"loss has not improved by more than 100 since step {event['best_step']} ({event['best']:.4f})"
     assert shown in done.stderr
+
+
+def test_a_stage_that_changes_no_weights_measures_them_again(tmp_path: Path) -> None:
+    """Its ranks exchange nothing but control messages."""
+    text = "model: {mlp: {inputs: 64, outputs: 10}}\ndata: digits\noptimizer: {sgd: {lr: 0.1}}\n"
+    run_dir = run_pipeline(tmp_path, f"{text}stages: [forward: {{steps: 4, evaluate: {{every: 2}}}}]\n", 2)
+    found = [(one["step"], one["loss"]) for one in events(run_dir) if one["event"] == "evaluated"]
+    assert found == [(2, found[0][1]), (4, found[0][1])]

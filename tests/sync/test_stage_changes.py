@@ -219,12 +219,16 @@ def test_an_interrupt_ends_every_policy(tmp_path: Path, sync: str) -> None:
     assert summary(tmp_path / "run")["status"] == "interrupted"
 
 
-def test_an_interrupt_of_one_rank_ends_ranks_that_never_meet(tmp_path: Path) -> None:
-    """The others hear of it though they exchange nothing, and do not let it wait for the stage's end."""
+def test_an_interrupt_of_one_rank_ends_ranks_that_train_apart(tmp_path: Path) -> None:
+    """The others hear of it by messages, and all end after the same step, with a checkpoint."""
     with endless(tmp_path, "independent") as running:
         os.kill(running.ranks()[1], signal.SIGINT)
         done = running.wait(60)
     assert summary(tmp_path / "run")["status"] == "interrupted", done.stderr
+    steps = list(lines(tmp_path / "run", "steps"))
+    last = [max(line["step"] for line in steps if line["rank"] == rank) for rank in range(3)]
+    assert last == [summary(tmp_path / "run")["steps"]] * 3
+    assert (tmp_path / "run" / "checkpoints" / f"step-{last[0]:08}").is_dir()
 
 
 @contextmanager

@@ -89,7 +89,7 @@ class CheckpointWriter:
 
     def __post_init__(self) -> None:
         self.outcomes = queue.SimpleQueue[CheckpointOutcome]()  # of checkpoints that are over, on rank 0
-        self.enqueued_count = 0  # checkpoints so far
+        self._enqueued_count = 0  # checkpoints so far
         self.last_problem: str | None = None  # why the last one was not written; None: it was, or is being
         self.reported_causes = set[str]()  # what kept checkpoints from being written, since one was
         # On rank 0: why there is no checkpoint of the run's end; None: there is, or none is due.
@@ -115,7 +115,10 @@ class CheckpointWriter:
         One that comes while the one before it is still being written is skipped. With `wait` all are waited
         for, until they are written or given up. `staged`: of tensors in the parts, to be released.
         """
-        job, before = self._make_next_job(step, parts, staged), self._current_job
+        number, before = self._enqueued_count, self._current_job
+        self._enqueued_count += 1
+        path = folder.unfinished_path(self.root, step, f"{self.token}-{number}")
+        job = _Job(number, step, path, parts, staged)
         if wait or before is None:
             self._current_job = job
             self._jobs.put(job)
@@ -131,22 +134,6 @@ class CheckpointWriter:
             self._jobs.join()
             if self.location.leads:  # all ranks have written their parts: what is unfinished stays so
                 folder.recover_interrupted_writes(self.root)
-
-    def report_missed_checkpoints(self, count: int) -> None:
-        """Give up checkpoints that this rank never reached, up to the `count` that another has enqueued."""
-        while self.enqueued_count < count:
-            job = self._make_next_job(0, {})
-            self._report_to_rank_0(job, _Report(f"rank {self.rank} had stopped before"))
-            if self.location.leads:
-                self._jobs.put(job)
-
-    def _make_next_job(
-        self, step: int, parts: Mapping[str, EncodedState], staged: PinnedStaging | None = None
-    ) -> _Job:
-        number, self.enqueued_count = self.enqueued_count, self.enqueued_count + 1
-        return _Job(
-            number, step, folder.unfinished_path(self.root, step, f"{self.token}-{number}"), parts, staged
-        )
 
     def close(self) -> None:
         """Finish what is being written, and end the thread."""
@@ -169,8 +156,7 @@ class CheckpointWriter:
                 self._hear_outcome(job, outcome)
             if self._current_job is job:
                 self._current_job = None
-            # Step 0: from `report_missed_checkpoints`; this rank had stopped.
-            if self.rank == 0 and outcome is not None and job.step:
+            if self.rank == 0 and outcome is not None:
                 self.outcomes.put(outcome)
             self._jobs.task_done()
 

@@ -14,9 +14,7 @@ from typing import Any, Self, TypeVar
 
 from ddprun import LAUNCHED_VARIABLE, TURNS_VARIABLE
 from ddprun.host.processes import handle_signal_unless_ignored, run_in_daemon_thread
-from ddprun.parallel.ranks import Ranks
 
-_STOP_KEY, _CHECK_STORE_EVERY_S = "stop", 1.0
 _TICK_S = 0.1
 _T = TypeVar("_T")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -33,7 +31,6 @@ class SignalRequests:
 
     def __init__(self) -> None:
         self.stop_requested = self._checkpoint_requested = False
-        self._store_checked_s = 0.0
         self._reinstalled_s = -math.inf
 
         if LAUNCHED_VARIABLE in os.environ:
@@ -74,19 +71,6 @@ class SignalRequests:
         """Whether a checkpoint was requested since the last call."""
         requested, self._checkpoint_requested = self._checkpoint_requested, False
         return requested
-
-    def stop_requested_by_any(self, ranks: Ranks, failed: Callable[[], bool]) -> bool:
-        """Whether any rank is to stop, or this one has `failed`; asks the store once a second."""
-        if not self.stop_requested:
-            if time.monotonic() - self._store_checked_s < _CHECK_STORE_EVERY_S:
-                return False
-            self._store_checked_s = time.monotonic()
-            if not failed():
-                with ranks.watch_store_query():
-                    return bool(ranks.store.check([_STOP_KEY]))
-        with ranks.watch_store_query():
-            ranks.store.set(_STOP_KEY, "")
-        return True
 
     def _on_stop_signal(self, number: int, frame: FrameType | None) -> None:
         self.stop_requested = True

@@ -67,9 +67,8 @@ finite any more, and `on_nan` is `stop`."""
 def run_stage(session: Session, stage: StepStage) -> dict[str, Any]:
     """Run a train stage, or a forward stage with its `update`; gives its entry in the summary.
 
-    If any rank was asked to stop, all stop after the same step; ranks that exchange nothing stop each by
-    itself. With `on_nan: stop`, weights that are not finite stop all ranks, and the run has failed. Either
-    way the entry's `interrupted` is true.
+    If any rank was asked to stop, all stop after the same step. With `on_nan: stop`, weights that are not
+    finite stop all ranks, and the run has failed. Either way the entry's `interrupted` is true.
     """
     runtime, state, reporter = session.runtime, session.state, session.reporter
     step_function: StepFunction = train_step
@@ -135,10 +134,8 @@ def run_steps(run: StageRun, step_function: StepFunction) -> StageEnd:
         state.step = step  # from here on `current_step` is the next one
         agreed_steps = end_step_and_read_messages(run, exchanged)
         end = act_on_messages(run, agreed_steps, exchanged)
-        if end == "stopped" or end == "failed":
+        if end != "continue":
             return end
-        if end == "stop alone":
-            break  # and wait for the other ranks in `agree_on_stage_end`
     return agree_on_stage_end(run)
 
 
@@ -506,9 +503,9 @@ def end_step_and_read_messages(run: StageRun, exchanged: bool) -> list[AgreedSte
 
 def act_on_messages(
     run: StageRun, agreed_steps: Sequence[AgreedSteps], exchanged: bool
-) -> Literal["continue", "stopped", "failed", "stop alone"]:
-    """Act on what the messages of all ranks said, alike on all of them; gives whether to
-    go on, or how the stage ends. `stop alone`: ranks exchange nothing, and this one stops by itself.
+) -> Literal["continue", "stopped", "failed"]:
+    """Act on what the messages of all ranks said, alike on all of them. Gives whether to go on, or how the
+    stage ends.
     """
     session, runtime, step = run.session, run.session.runtime, run.session.state.step
     runtime.signals.reinstall_handlers(every_s=1.0)
@@ -539,16 +536,12 @@ def act_on_messages(
         session.reporter.report_recompiles(runtime.compiler, step)
     if any(one.compare_clocks for one in agreed_steps):
         log_event(session.reporter.events, runtime.recorder.compare_clocks())
-    if run.sequence.exchanges_nothing and run.must_stop_alone():
-        return "stop alone"
     return "continue"
 
 
 def agree_on_stage_end(run: StageRun) -> StageEnd:
-    """Read all messages that are left, and have all ranks agree on how the steps ended.
-
-    Ranks that exchange nothing come here each after its own number of steps, and wait for each other. Only
-    here do all of them learn whether one was asked to stop, or has weights that are not finite.
+    """Read all messages that are left, and have all ranks agree on how the steps ended. Only here are weights
+    found that are not finite though every loss was.
     """
     session, runtime, on_nan = run.session, run.session.runtime, run.settings.on_nan
     agreed_steps = runtime.recorder.end_stage()

@@ -79,15 +79,9 @@ class StageActions:
     # What is asked in any step.
 
     def exchanges(self, step: int) -> bool:
-        """Whether all ranks exchange anything in this step, so that it has a control message."""
-        by_policy = self.settings.plan.synchronizes(step)
+        """Whether this step has a control message: ranks exchange something in it, or never anything."""
+        by_policy = self.settings.plan.synchronizes(step) or self.settings.plan.never_exchanges
         return by_policy or self.buffers.synchronizes(step) or is_due(self.pipeline.audit.every, step)
-
-    @property
-    def exchanges_nothing(self) -> bool:
-        """Ranks exchange nothing at all before the stage's end, so that each can stop by itself."""
-        exchanges = self.pipeline.audit.every > 0 or self.buffers.has_own_schedule
-        return self.settings.plan.never_exchanges and not exchanges
 
     @property
     def exchange_cycle(self) -> int:
@@ -172,7 +166,7 @@ class StageActions:
     @property
     def _compares_first_step(self) -> bool:
         """Whether this is the first step in this attempt that leaves ranks the same."""
-        if self.compared or self.exchanges_nothing:
+        if self.compared:
             return False
         return self.settings.plan.changes_weights and self.replicas.parameters != "apart"
 

@@ -113,14 +113,6 @@ class StageRun:
         stop = self.stage.stop
         return stop is not None and self.session.state.evaluations.since >= stop.patience
 
-    def must_stop_alone(self) -> bool:
-        """Whether this rank is to stop: by itself, or because the store says that another one does."""
-        runtime = self.session.runtime
-        suspect = self.settings.on_nan == "stop" and runtime.recorder.first_nonfinite_loss is not None
-        return runtime.signals.stop_requested_by_any(
-            runtime.ranks, lambda: suspect and runtime.finite_check.first_nonfinite_position() > 0
-        )
-
     def warmup_steps_done(self, stage_step: int) -> int:
         """Steps of the warm-up before this step of the stage; counted in the run, where the schedule is."""
         schedule = self.session.state.schedule

@@ -301,16 +301,10 @@ def take_checkpoint(
         return
     started = time.monotonic()
     state.cursor.count_time(in_stage=state.cursor.mid_stage)
-    if at_end:  # ranks that exchange nothing have stopped each after a step of its own
-        mine = [step, *(one.enqueued_count for one in _writers(session))]
-        step, *counts = runtime.exchange.control.all_gather(mine).max(dim=0).values.int().tolist()
-        for one, count in zip(_writers(session), counts, strict=True):
-            one.report_missed_checkpoints(count)
     full_state, shared = collect_state(session), shared_keys(session)
-    together = at_end or state.synchronizer is None or not state.synchronizer.plan.never_exchanges
-    if together and state.replicas.parameters != "apart":
+    if state.replicas.parameters != "apart":
         audit_parameters(session, f"before the checkpoint of step {step}", step, recorded=False)
-    if together and "parameters" not in shared:
+    if "parameters" not in shared:
         differing = runtime.frozen.find_and_report_differing()
         parameters = full_state["parameters"]
         equal = [name for name in runtime.frozen.parameters if name not in differing]
@@ -331,8 +325,7 @@ def take_checkpoint(
         parts["shared"] = encode({**common, **metadata}, staged=staged)
     if staged is not None:
         staged.fence_copies()
-    synchronizer = state.synchronizer
-    if runtime.records.remote_ranks and (synchronizer is None or not synchronizer.plan.never_exchanges):
+    if runtime.records.remote_ranks:
         runtime.records.collect()
     if not in_memory:
         reporter.events.info("checkpoint_taken", step=step, seconds=time.monotonic() - started)

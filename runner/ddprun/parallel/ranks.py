@@ -5,7 +5,7 @@ import os
 import socket
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -173,11 +173,6 @@ class Ranks:
             self.store.set(key, json.dumps(make()))
         with observed_wait(self._joining, "get", f"rank 0's value of {key}", [0]):
             return json.loads(self.store.get(key))
-
-    def watch_store_query(self) -> AbstractContextManager[None]:
-        """Context around a query to the store, which the watchdog sees: a query has no timeout of its own."""
-        holder = [0] if _rank_0_hosts_store() else []
-        return observed_wait(self._joining, "ask", "the ranks' store", holder)
 
     def peers(self) -> dict[int, PeerAddress]:
         """The ranks that have joined; takes no longer than a second."""

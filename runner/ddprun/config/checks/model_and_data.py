@@ -262,14 +262,10 @@ def _evaluate_keep_best_and_stop(pipeline: Pipeline) -> Iterator[KeyConflict]:
             elif choice and mode is None and (choice.source != "built-in" or choice.name != metric):
                 text = f'which values of "{metric}" are better is not known'
                 yield KeyConflict(stage.key_path(key), text, "write mode: min, or mode: max")
-        if settings.plan.never_exchanges or settings.plan.keeps_apart:
+        if settings.plan.keeps_apart:
             text = f'"evaluate" clashes with {setting_text(stage, "sync", settings.sync)}: each rank '
-            text += "trains a model of its own and stops by itself, so there is no model to measure"
-            hint = "use an evaluate stage after an average stage"
-            if not settings.plan.changes_weights:
-                text = '"evaluate" clashes with a stage that changes no weights: its ranks exchange nothing '
-                text, hint = f"{text}and stop by themselves", "use an evaluate stage after this one"
-            yield KeyConflict(f"{stage.path}.evaluate", text, hint)
+            text += "trains a model of its own, so there is no model to measure"
+            yield KeyConflict(f"{stage.path}.evaluate", text, "use an evaluate stage after an average stage")
         if settings.steps and isinstance(evaluation.every, int) and evaluation.every > settings.steps:
             text = f'"every: {evaluation.every}" is longer than "steps: {settings.steps}" of {stage.path}: '
             text += "it is evaluated only at the stage's end"
@@ -395,17 +391,10 @@ def _why_nothing_held_out(data: Choice | DataPair) -> str | None:
 
 
 @register_check
-def _sync_batchnorm_on_cpus_or_without_exchange(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    if not pipeline.sync_batchnorm:
-        return
-    if pipeline.launch.device == "cpu":
+def _sync_batchnorm_on_cpus(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    if pipeline.sync_batchnorm and pipeline.launch.device == "cpu":
         text = '"sync_batchnorm: true" clashes with "device: cpu" of "launch": torch has it on GPUs only'
         yield KeyConflict("sync_batchnorm", text, "remove one of the two")
-    for stage, settings in pipeline.stages_and_settings():
-        if settings.plan.never_exchanges:
-            text = f'"sync_batchnorm: true" clashes with {setting_text(stage, "sync", settings.sync)}: ranks '
-            text += "would wait in forward passes for one that has stopped by itself"
-            yield KeyConflict("sync_batchnorm", text, "remove one of the two")
 
 
 @register_check
