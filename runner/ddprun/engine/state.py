@@ -7,7 +7,7 @@ it. Further down: when a checkpoint is taken, and what became of it.
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddprun import __version__
@@ -54,6 +55,7 @@ def collect_state(session: Session) -> dict[str, Any]:
         "step": state.step,
         "schedule": state.loaded_schedule if state.schedule is None else state.schedule.state_dict(),
         "parameters": dict(model.named_parameters()),
+        "groups": [_options_of(group) for group in runtime.optimizer.param_groups],
         "frozen": {},  # parameters that are the same on all ranks although others are not (`take_checkpoint`)
         "buffers": dict(model.named_buffers()),
         # What modules have besides these (`get_extra_state`).
@@ -166,6 +168,7 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
         "evaluations": load_evaluations,
         "reported": load_reported,
         **{name: part.load_state_dict for name, part in _stateful_parts(session).items()},
+        "groups": partial(_load_groups, runtime.optimizer),
         "generators": partial(seeding.restore_generators, device=runtime.device),  # last: loading may draw
     }
     for part, load in parts.items():
@@ -194,10 +197,23 @@ def restore_mid_stage(
         # The schedule, when it was built, has set the learning rates of a first step.
         with raise_damaged_on_error("optimizer"):
             session.runtime.optimizer.load_state_dict(state["optimizer"])
+            _load_groups(session.runtime.optimizer, state["groups"])
     elif schedule is not None and not by_metric:  # follow the new schedule from its start to here
         replay_schedule(schedule, (state["schedule"] or {}).get("last_epoch", 0))
     with raise_damaged_on_error("generators"):
         seeding.restore_generators(state["generators"], session.runtime.device)
+
+
+def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The learning rate and other options of a parameter group; each rank's own, which may have skipped
+    other steps than others in a local policy with fp16.
+    """
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _load_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    for group, options in zip(optimizer.param_groups, groups, strict=True):
+        group.update(options)
 
 
 def replay_schedule(schedule: LRScheduler, steps: int) -> None:
