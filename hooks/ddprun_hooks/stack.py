@@ -56,7 +56,10 @@ class Stack:
             )
             for name, hook in hooks
         )
-        if wrong := [problem.text for problem in grammar.stack_problems(self.entries)]:
+        wrong = [
+            problem.text for problem in grammar.stack_problems(self.entries) if problem.severity == "error"
+        ]
+        if wrong:
             raise HookSetupError("; ".join(wrong))
         self.hooks: list[Hook] = [hook for _, hook in hooks]
         if not self.hooks or self.hooks[-1].role == "codec":

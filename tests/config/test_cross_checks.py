@@ -1,4 +1,4 @@
-"""What works but is hardly meant is told as a warning; what goes together is not told at all.
+"""What has no effect but does no harm is told as a warning; what goes together is not told at all.
 
 Clashes that are errors have a file each under `tests/bad`.
 """
@@ -46,6 +46,16 @@ def told(loaded: Load, text: str, *overrides: str) -> list[tuple[str, str]]:
 def test_hooks_that_no_stage_uses(loaded: Load, text: str, words: str) -> None:
     """Hooks at the top are unused where every stage that inherits them sends nothing through hooks."""
     assert told(loaded, text) == [("hooks", f'"hooks" has no effect: {words}')]
+
+
+def test_a_cast_of_what_is_half_already(loaded: Load) -> None:
+    """To sum in fp32 is worth something all the same, and so is the other type."""
+    text = f"hooks: [{{bf16: {{accumulate: fp32}}}}]\n{TRAIN}"
+    assert told(loaded, text, "precision=pure_bf16") == []
+    assert told(loaded, text, "precision=pure_bf16", "hooks=[fp16]") == []
+    assert told(loaded, text, "precision=bf16", "hooks=[bf16]") == []
+    problem = '"bf16" has no effect: with "precision: pure_bf16" everything is sent in that type'
+    assert told(loaded, text, "precision=pure_bf16", "hooks=[bf16]") == [("hooks[0]", problem)]
 
 
 def test_a_mean_of_a_models_own_loss(loaded: Load) -> None:
@@ -102,10 +112,15 @@ def test_hooks_that_one_stage_uses(loaded: Load) -> None:
             "stages[0].train.sync.gossip.every",
             '"every: 5" is longer than "steps: 4" of stages[0].train: ranks synchronise only at its end',
         ),
+        (
+            "sync: {hierarchical_sgd: {within: 4, across: 4}}\n",
+            "sync.hierarchical_sgd.within",
+            '"within: 4" has no effect with "across: 4": all average equally often',
+        ),
     ],
 )
 def test_periods_that_never_come(loaded: Load, text: str, path: str, problem: str) -> None:
-    """A period longer than its stage is told."""
+    """A period longer than its stage, and two levels that are one, are told."""
     assert told(loaded, text) == [(path, problem)]
 
 
@@ -115,11 +130,207 @@ def test_a_period_as_long_as_its_stage(loaded: Load) -> None:
     assert told(loaded, "sync: {local_sgd: {every: 400}}\nstages: [{train: {epochs: 1}}]\n") == []
 
 
+def test_fidelity_needs_gradients_of_all_ranks(loaded: Load) -> None:
+    """There is nothing to compare where gradients are not exchanged among all ranks."""
+    text = "timings: {fidelity_every: 5}\n"
+    (warning,) = told(loaded, text + LOCAL)
+    assert warning == (
+        "timings.fidelity_every",
+        '"fidelity_every: 5" has no effect: no train stage averages gradients of all ranks',
+    )
+    assert len(told(loaded, text + "sync: {hierarchical_sgd: {across: 4}}\n")) == 1
+    assert len(told(loaded, text + "stages: [{forward: {steps: 4, update: a.b}}]\n")) == 1
+    assert told(loaded, text) == []
+    assert (
+        told(loaded, text + LOCAL + "stages: [{train: {steps: 4, sync: every_step}}, {train: {steps: 4}}]\n")
+        == []
+    )
+
+
+def test_ddp_needs_gradients(loaded: Load) -> None:
+    """What DDP is built with has no effect where no backward pass sends anything."""
+    text = "ddp: {static_graph: true, gradient_as_bucket_view: true, bucket_cap_mb: 5}\n"
+    problem = '"static_graph: true" has no effect: no train stage averages gradients'
+    assert told(loaded, text + LOCAL) == [("ddp.static_graph", problem)]
+    assert told(loaded, text + "stages: [{forward: {steps: 4, update: a.b}}]\n") == [
+        ("ddp.static_graph", problem)
+    ]
+    (warning,) = told(loaded, "ddp: {gradient_as_bucket_view: false}\n" + LOCAL)
+    assert warning[0] == "ddp.gradient_as_bucket_view"
+    assert told(loaded, text + "sync: {hierarchical_sgd: {across: 4}}\n") == []
+    assert told(loaded, text) == []
+
+
 def test_local_steps_accumulate_with_any_ddp(loaded: Load) -> None:
     """Local steps do not enter DDP, so what breaks there with `accumulate` does not break here."""
     text = "accumulate: 4\nddp: {static_graph: true}\n"
     text += "stages: [{train: {steps: 4, accumulate: 1}}, {train: {steps: 4, sync: {average: {every: 2}}}}]\n"
     assert told(loaded, text) == []
+
+
+def test_unused_parameters_are_looked_for_over_all_hosts(loaded: Load) -> None:
+    """DDP tells all ranks which parameters were used, though gradients stay inside a host."""
+    text = "ddp: {find_unused_parameters: true}\nsync: {hierarchical_sgd: {within: %d, across: 4}}\n" + TRAIN
+    ((path, problem),) = told(loaded, text % 1)
+    assert path == "ddp.find_unused_parameters"
+    assert '"find_unused_parameters: true" slows "sync: hierarchical_sgd"' in problem
+    assert "hosts wait for each other" in problem
+    assert "hosts wait" not in str(told(loaded, text % 2))
+    assert told(loaded, "ddp: {find_unused_parameters: true}\n" + TRAIN) == []
+
+
+@pytest.mark.parametrize(
+    ("stages", "index", "why"),
+    [
+        ("average", 0, "all ranks start with the same parameters"),
+        ("evaluate, broadcast", 1, "all ranks start with the same parameters"),
+        ("{train: {steps: 4}}, average", 1, "stages[0].train leaves all ranks with the same parameters"),
+        (
+            "{train: {steps: 4}}, evaluate, average",
+            2,
+            "stages[0].train leaves all ranks with the same parameters",
+        ),
+        (f"{APART}, evaluate, average", 2, "stages[0].train leaves all ranks with the same parameters"),
+        (
+            f"{APART}, {{train: {{steps: 4}}}}, average",
+            2,
+            "stages[1].train leaves all ranks with the same parameters",
+        ),
+        (
+            "{train: {steps: 4, mutate: a.b, hooks: [noop]}}, save, average",
+            2,
+            "stages[0].train leaves all ranks with the same parameters",
+        ),
+        (f"{APART}, average, broadcast", 2, "stages[1].average leaves all ranks with the same parameters"),
+        (
+            "{train: {steps: 4, sync: {local_sgd: {every: 2}}}}, save, average",
+            2,
+            "stages[0].train leaves all ranks with the same parameters",
+        ),
+        (
+            "{forward: {steps: 4, mutate: a.b}}, average",
+            1,
+            "stages[0].forward leaves all ranks with the same parameters",
+        ),
+        (
+            "{forward: {steps: 4, sync: independent}}, average",
+            1,
+            "stages[0].forward leaves all ranks with the same parameters",
+        ),
+    ],
+)
+def test_ranks_that_are_equal_already(loaded: Load, stages: str, index: int, why: str) -> None:
+    """To average what is equal has no effect, and the warning says since when it is."""
+    ((path, problem),) = told(loaded, f"stages: [{stages}]\n")
+    name = problem.split('"')[1]
+    assert (path, problem) == (f"stages[{index}]", f'"{name}" has no effect: {why}')
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        f"{APART}, average",
+        f"{APART}, {APART}, average",
+        "{train: {steps: 4, mutate: a.b}}, average",
+        "{train: {steps: 4, hooks: [noop]}}, broadcast",
+        "{train: {steps: 4, sync: {local_sgd: {every: 2}}}}, average",
+        "{forward: {steps: 4, sync: independent, mutate: a.b}}, average",
+        "{forward: {steps: 4, sync: independent, update: a.b}}, average",
+        "{forward: {steps: 4, hooks: [noop], update: a.b}}, average",
+    ],
+)
+def test_ranks_that_may_differ(loaded: Load, stages: str) -> None:
+    """Where ranks may hold different parameters, an average is no surprise."""
+    assert told(loaded, f"stages: [{stages}]\n") == []
+
+
+def test_buffers_of_a_model_without(loaded: Load) -> None:
+    """A built-in model that has no buffers has none to send."""
+    stages = "stages: [{train: {steps: 4, buffers: {every: 2}}}, {train: {steps: 4}}]\n"
+    text = '"buffers: %s" has no effect: "model: mlp" has no buffers'
+    assert told(loaded, "buffers: every_forward\n") == [("buffers", text % "every_forward")]
+    assert told(loaded, stages) == [("stages[0].train.buffers", text % "{every: 2}")]
+    assert told(loaded, "buffers: never\n") == []
+    assert told(loaded, "buffers: every_forward\n" + stages, "model=cnn") == []
+    assert told(loaded, "buffers: every_forward\n", "model=mylab.Net") == []
+
+
+def test_evaluation_with_statistics_of_ones_own(loaded: Load) -> None:
+    """Under `never`, ranks evaluate models that differ in BatchNorm's statistics."""
+    problem = "%s clashes with stages[1].evaluate: "
+    problem += 'each rank evaluates with its own running statistics of "model: cnn"'
+    assert told(loaded, "buffers: never\nstages: [{train: {steps: 4}}, evaluate]\n", "model=cnn") == [
+        ("buffers", problem % '"buffers: never"')
+    ]
+    own = "stages: [{train: {steps: 4, buffers: never}}, evaluate]\n"
+    assert told(loaded, own, "model=cnn") == [
+        ("stages[0].train.buffers", problem % '"stages[0].train.buffers: never"')
+    ]
+    assert told(loaded, own) == []
+    assert told(loaded, own.replace("never", "before_evaluate"), "model=cnn") == []
+    assert told(loaded, "stages: [evaluate, {train: {steps: 4, buffers: never}}]\n", "model=cnn") == []
+
+
+def test_saving_before_anything_has_changed(loaded: Load) -> None:
+    """Forward passes alone change no weights; an update or a mutation does."""
+    for stage in ("{forward: {steps: 4}}", "average"):
+        assert ("stages[1]", '"save" comes before every "train": it saves the initial weights') in told(
+            loaded, f"stages: [{stage}, save]\n"
+        )
+    for key in ("update", "mutate"):
+        assert told(loaded, f"stages: [{{forward: {{steps: 4, {key}: a.b}}}}, save]\n") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "problem"),
+    [
+        (
+            LOCAL
+            + "stages: [{train: {steps: 4, sync: every_step}}, {forward: {steps: 4, sync: independent}}]\n",
+            "sync",
+            '"sync" has no effect: every train and forward stage of "stages" has its own "sync"',
+        ),
+        (
+            "accumulate: 2\nstages: [{train: {steps: 4, accumulate: 3}}, {forward: {steps: 4}}]\n",
+            "accumulate",
+            '"accumulate" has no effect: every train stage of "stages" has its own "accumulate"',
+        ),
+        (
+            "clip_norm: 1.0\nstages: [{train: {steps: 4, clip_norm: 2.0}}, {forward: {steps: 4}}]\n",
+            "clip_norm",
+            '"clip_norm" has no effect: every train stage of "stages" has its own "clip_norm"',
+        ),
+        (
+            "buffers: never\nstages: [{train: {steps: 4, buffers: auto}}]\n",
+            "buffers",
+            '"buffers" has no effect: every train stage of "stages" has its own "buffers"',
+        ),
+    ],
+)
+def test_what_every_stage_says_for_itself(loaded: Load, text: str, path: str, problem: str) -> None:
+    """A key at the top has no effect if each stage that could use it has its own."""
+    assert told(loaded, text) == [(path, problem)]
+
+
+def test_the_optimizer_that_every_stage_sets(loaded: Load) -> None:
+    """It must be named at the top all the same; only options there would have no effect."""
+    stages = "stages: [{train: {steps: 4, optimizer: {sgd: {lr: 0.1}}}}]\n"
+    assert told(loaded, stages) == []
+    assert told(loaded, stages, "optimizer.sgd.momentum=0.9") == [
+        (
+            "optimizer",
+            'the options of "optimizer" have no effect: '
+            'every train stage of "stages" has its own "optimizer"',
+        )
+    ]
+
+
+def test_defaults_written_out_are_no_clash(loaded: Load) -> None:
+    """What a resolved pipeline writes out is not told as unused."""
+    text = "sync: every_step\nhooks: []\nclip_norm: null\naccumulate: 1\nbuffers: auto\n"
+    stage = "sync: {average: {every: 2}}, hooks: [fp16], clip_norm: 1.0, accumulate: 2, buffers: never"
+    assert told(loaded, f"{text}stages: [{{train: {{steps: 4, {stage}}}}}]\n") == []
+    assert told(loaded, "ddp: {static_graph: false, gradient_as_bucket_view: true}\n" + LOCAL) == []
 
 
 def test_what_goes_together(loaded: Load) -> None:
@@ -147,23 +358,6 @@ def test_what_goes_together(loaded: Load) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "precision: pure_bf16\nhooks: [bf16]\n",
-        "sync: {hierarchical_sgd: {within: 4, across: 4}}\n",
-        "timings: {fidelity_every: 5}\nddp: {static_graph: true}\n" + LOCAL,
-        "buffers: every_forward\n",
-        "ema: 0.9\nstages: [{train: {steps: 4}}]\n",
-        "clip_norm: 1.0\nstages: [average, save, {train: {steps: 4, clip_norm: 2.0}}]\n",
-        "loader: {max_share: 3.0}\ncompile: {mode: reduce-overhead}\nlaunch: {device: cpu}\n",
-    ],
-)
-def test_a_setting_that_merely_has_no_effect_passes(loaded: Load, text: str) -> None:
-    """The run does what the file says."""
-    assert told(loaded, text) == []
-
-
 def test_hosts_that_may_leave_need_restarts(loaded: Load) -> None:
     """A range of hosts without restarts, and restarts without checkpoints, do not do what one would hope."""
     path, problem = told(loaded, 'launch: {nnodes: "1:2"}\n')[0]
@@ -179,6 +373,15 @@ def test_hosts_that_may_leave_need_restarts(loaded: Load) -> None:
         "checkpoint.memory_every",
         '"memory_every: 5" has no effect: "keep: 0" takes no checkpoints',
     )
+
+
+def test_cuda_graphs_on_a_cpu(loaded: Load) -> None:
+    """The mode that is nothing but CUDA graphs has no effect there."""
+    on_cpu = "launch: {device: cpu}\ncompile: {mode: MODE}\n"
+    path, problem = told(loaded, on_cpu.replace("MODE", "reduce-overhead"))[0]
+    assert (path, problem.partition(" with ")[0]) == ("compile.mode", '"mode: reduce-overhead" has no effect')
+    assert told(loaded, on_cpu.replace("MODE", "max-autotune")) == []
+    assert told(loaded, "compile: {mode: reduce-overhead}\n") == []
 
 
 def test_cuda_graphs_lose_only_gradients_that_accumulate(loaded: Load) -> None:

@@ -107,6 +107,10 @@ def problem(text: str) -> str:
         ("site: {}", "site.queue: is required"),
         ("site: {queue: 3}", "site.queue: expected a string, got 3"),
         ("sites: {queue: a}", '(did you mean "site"?)'),
+        (
+            "sync: {relay: {source: a, teller: 2}}",
+            '"source: 2" clashes with "launch", which starts 2 ranks; at most 1',
+        ),
         ("sync: {relay: {source: a, split: 3}}", '"hosts: 3" clashes with "launch": it does not divide 2'),
     ],
 )

@@ -69,20 +69,37 @@ def test_a_stack_that_makes_no_sense_is_refused_with_its_reason(
     (problem,) = grammar.stack_problems([grammar.make_stack_entry(*parse_spec(spec)) for spec in specs])
     assert problem.path == path
     assert text in problem.text
+    assert problem.severity == "error"
     with pytest.raises(HookSetupError, match=r".+"):
         make_stack(specs)
 
 
+@pytest.mark.parametrize("across", [False, True])
+def test_a_decay_of_what_another_hook_keeps_is_a_warning(across: bool) -> None:
+    """PowerSGD keeps what `topk` does not send, and decays nothing of it."""
+    topk: HookSpec = {"topk": {"decay": 0.9}}
+    stack: list[HookSpec] = ["powersgd", {"hierarchical": {"across": [topk]}} if across else topk]
+    (problem,) = grammar.stack_problems([grammar.make_stack_entry(*parse_spec(spec)) for spec in stack])
+    assert problem.severity == "warning"
+    assert '"decay" has no effect after "powersgd"' in problem.text
+    assert not grammar.stack_problems([grammar.make_stack_entry(*parse_spec(topk))])
+
+
+def test_a_cast_before_values_of_another_type_is_a_warning() -> None:
+    """As before codes; without `values` they are of the payload's type."""
+    stack: list[HookSpec] = ["fp16", {"topk": {"values": "int8"}}]
+    (problem,) = grammar.stack_problems([grammar.make_stack_entry(*parse_spec(spec)) for spec in stack])
+    assert problem.severity == "warning"
+    assert '"fp16" saves nothing before "topk", which sends values as int8' in problem.text
+    assert not grammar.stack_problems([grammar.make_stack_entry("fp16"), grammar.make_stack_entry("topk")])
+
+
 @pytest.mark.parametrize(
-    "specs",
-    [
-        ["fp16", "int8"],
-        ["fp16", {"topk": {"values": "int8"}}],
-        ["powersgd", {"topk": {"decay": 0.9}}],
-        ["powersgd", {"hierarchical": {"across": [{"topk": {"decay": 0.9}}]}}],
-    ],
+    ("codes", "bits"), [("int8", "8"), ("int4", "4"), ("int2", "2"), ("fp8", "8"), ("auto_bits", "2- to 16")]
 )
-def test_what_merely_has_no_effect_passes(specs: list[HookSpec]) -> None:
-    """A cast before codes, and a decay of what PowerSGD keeps."""
-    assert not grammar.stack_problems([grammar.make_stack_entry(*parse_spec(spec)) for spec in specs])
-    make_stack(specs)
+def test_what_has_no_effect_but_does_no_harm_is_a_warning(codes: str, bits: str) -> None:
+    """A cast before codes."""
+    (problem,) = grammar.stack_problems([grammar.make_stack_entry("fp16"), grammar.make_stack_entry(codes)])
+    assert problem.severity == "warning"
+    assert f'"{codes}", which sends {bits}-bit codes' in problem.text
+    assert make_stack(["fp16", codes]).names == ("fp16", codes)

@@ -351,7 +351,7 @@ def test_a_fault_that_only_a_run_sees_has_its_place_and_comes_before_any_step(fo
         ),
         pytest.param(
             "launch.backend=nccl",
-            "launch.backend: nccl needs GPUs, and these ranks run on the CPU; write auto or gloo",
+            "launch.backend: nccl needs GPUs, but torch sees none here; write auto or gloo",
             TORCHRUN,
             id="torchrun",
         ),

@@ -194,9 +194,7 @@ def test_a_warning_is_told_once(tmp_path: Path) -> None:
     """By the launcher, not by its ranks again."""
     text = PIPELINE.replace("odd.Odd", "{mlp: {inputs: 64, outputs: 10}}")
     text = text.replace("OPTIMIZER", "{sgd: {lr: 0.05}}").partition("stages:")[0]
-    (tmp_path / "p.yaml").write_text(
-        f"{text}sync: {{local_sgd: {{every: 3}}}}\nstages: [{{train: {{steps: 2}}}}]\n"
-    )
+    (tmp_path / "p.yaml").write_text(f"{text}stages: [{{train: {{steps: 2}}}}, average]\n")
     done = ddprun("p.yaml", "--nproc-per-node", "2", cwd=tmp_path)
     assert done.code == 0, done.stderr
-    assert done.stderr.count("warning: stages[0]") == 1
+    assert done.stderr.count("warning: stages[1]") == 1

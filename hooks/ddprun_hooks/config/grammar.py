@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from ddprun_hooks.config.options import BUILT_IN, Role, parse_spec
 
 CASTS = frozenset({"fp16", "bf16"})
+CODE_BITS = {"int8": "8", "int4": "4", "int2": "2", "fp8": "8", "auto_bits": "2- to 16"}
 ALLOWED_WITHIN = CASTS | {"shared_memory"}  # hooks that "within" takes
 LEVELS = ("within", "across")  # of `hierarchical`: inside a host, and between hosts
 
@@ -19,6 +20,15 @@ class StackEntry:
     role: Role | None  # None for a dotted or installed hook, known once it is imported
     # The stacks of `hierarchical`, by level.
     inner_stacks: Mapping[str, "tuple[StackEntry, ...]"] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def sends(self) -> str | None:
+        """What it sends, whatever it gets; None: that depends on what it gets."""
+        if self.name in CODE_BITS:
+            return f"{CODE_BITS[self.name]}-bit codes"
+        values = self.options.get("values") if self.name == "topk" else None
+        return values and f"values as {values}"
 
 
 @dataclass(frozen=True)
@@ -27,6 +37,7 @@ class StackProblem:
 
     path: tuple[int | str, ...]  # from the stack on, such as `(1, "hierarchical", "across", 0)`
     text: str  # what is wrong, and what to do about it
+    severity: Literal["error", "warning"] = "error"  # a warning where the stack works all the same
 
 
 def make_stack_entry(name: str, options: Mapping[str, Any] | None = None) -> StackEntry:
@@ -39,7 +50,7 @@ def make_stack_entry(name: str, options: Mapping[str, Any] | None = None) -> Sta
             for level in LEVELS
         }
     role = built_in.role_with(options or {}) if built_in else None
-    return StackEntry(name, role, inner_stacks)
+    return StackEntry(name, role, inner_stacks, options or {})
 
 
 def stack_problems(stack: Sequence[StackEntry]) -> list[StackProblem]:
@@ -81,6 +92,16 @@ def _problems(
                 f'"{name}" comes after "{reducer}", which ends the stack: '
                 f'a stack is codecs first, then at most one reducer; move "{name}" before it',
             )
+        elif hook.sends and casts:
+            yield StackProblem(
+                here,
+                f'"{casts[0]}" saves nothing before "{name}", which sends {hook.sends} of whatever it gets; '
+                f'remove "{casts[0]}"',
+                "warning",
+            )
+        elif name == "topk" and hook.options.get("decay", 1) != 1 and "powersgd" in previous_names:
+            text = '"decay" has no effect after "powersgd", which keeps what is not sent; remove it'
+            yield StackProblem((*here, name, "decay"), text, "warning")
         for inner_level, hooks in hook.inner_stacks.items():
             yield from _problems(hooks, (*here, name, inner_level), previous_names, inner_level)
         if hook.role == "reducer" and reducer is None:

@@ -1,10 +1,11 @@
-"""File and overrides to a checked pipeline, or to the faults of all keys, or all clashes between keys."""
+"""File and overrides to a checked pipeline, or to every fault of them at once."""
 
 import hashlib
 import json
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from pydantic import ValidationError
 from ddprun.config import errors
 from ddprun.config import overrides as overriding
 from ddprun.config import resolved as resolving
+from ddprun.config.built_ins import Mlp
 from ddprun.config.checks import KeyConflict, find_conflicts, find_equal_trackers
 from ddprun.config.choices import Choice
 from ddprun.config.faults import PipelineError, PipelineFault
@@ -43,6 +45,10 @@ from ddprun.options import Options
 from ddprun_hooks.config.trust import TRUST_VARIABLE, TrustSettingError, read_trust_policy
 
 FOLDER_PLACEHOLDER = "{here}"  # in a string: the pipeline's folder
+_PLACEHOLDERS: dict[str, Any] = {
+    "model": Choice("model", "mlp", {}, "built-in", Mlp(inputs=1, outputs=1)),
+    **{kind: Choice(kind, f"placeholder.{kind}", {}, "dotted") for kind in ("data", "loss", "optimizer")},
+}  # stand-ins for faulty keys while rules across the other keys are checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,8 +157,7 @@ def load(path: Path, overrides: Sequence[str] = (), folder: Path | None = None) 
     """Read a pipeline file and apply overrides, each `key.path=value`, in order.
 
     Neither torch nor user code is imported. `folder` is where names and files in the pipeline are searched
-    for, by default the file's own. A PipelineError has the faults of all keys; where there are none, all
-    clashes between keys.
+    for, by default the file's own. A PipelineError has every fault that was found.
     """
     try:
         read_trust_policy()
@@ -169,10 +174,7 @@ def load(path: Path, overrides: Sequence[str] = (), folder: Path | None = None) 
     faults += _secret_faults(root)
     folder = path.resolve().parent if folder is None else folder
     pipeline, more = _validate_tree(root, path, secrets)
-    faults += more
-    if pipeline is not None and not faults:
-        faults = [_conflict_fault(root, conflict) for conflict in find_conflicts(pipeline)]
-    faults = secrets.redact_faults(_sorted(faults))
+    faults = secrets.redact_faults(_sorted([*faults, *more]))
     if pipeline is None or any(fault.severity == "error" for fault in faults):
         raise PipelineError(faults)
     return LoadedPipeline(
@@ -227,14 +229,27 @@ def _segments(key_path: str) -> KeyPath:
 
 
 def _validate_tree(root: Node, path: Path, secrets: Secrets) -> tuple[Pipeline | None, list[PipelineFault]]:
-    """Validate each key of the tree: the pipeline, if all are valid, or their faults."""
+    """Validate the tree: the pipeline, if it is valid, and all faults; cross checks skip faulty keys."""
+    assert isinstance(root.value, dict)
+    faulty = {key for key, entry in root.value.items() if _has_fault_below(entry.node)}
     data = {"name": _folder_safe_name(path), **root.data()}
+    faults: list[PipelineFault] = []
+    pipeline: Pipeline | None = None
     model = pipeline_with_cluster_keys(data)
     try:
-        return model.model_validate(data), []
+        pipeline = model.model_validate(data)
     except ValidationError as error:
         error = errors.with_key_hints(error, model)
-        return None, errors.validation_faults(error, root, secrets.redact)
+        faults = errors.validation_faults(error, root, secrets.redact)
+        faulty |= {str(item["loc"][0]) for item in error.errors(include_url=False)}
+    checkable = pipeline
+    if checkable is None:
+        without_faulty = {key: value for key, value in data.items() if key not in faulty}
+        without_faulty |= {key: choice for key, choice in _PLACEHOLDERS.items() if key in faulty}
+        with suppress(ValidationError):
+            checkable = model.model_validate(without_faulty)
+    conflicts = find_conflicts(checkable, frozenset(faulty)) if checkable else ()
+    return pipeline, faults + [_conflict_fault(root, conflict) for conflict in conflicts]
 
 
 def _conflict_fault(root: Node, conflict: KeyConflict) -> PipelineFault:
@@ -244,6 +259,14 @@ def _conflict_fault(root: Node, conflict: KeyConflict) -> PipelineFault:
     place = found.key_place if has_key else found.node.place
     words = conflict.problem, conflict.allowed, conflict.suggestion, conflict.severity
     return place.fault(conflict.path, *words)
+
+
+def _has_fault_below(node: Node) -> bool:
+    if node.has_fault:
+        return True
+    if isinstance(node.value, dict):
+        return any(_has_fault_below(entry.node) for entry in node.value.values())
+    return isinstance(node.value, list) and any(_has_fault_below(child) for child in node.value)
 
 
 def _folder_safe_name(path: Path) -> str:

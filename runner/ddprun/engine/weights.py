@@ -1,7 +1,6 @@
 """Parameters by their names: what a run starts with, what is frozen, and what has options of its own."""
 
 from collections.abc import Collection, Iterator, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddprun.config import LoadedPipeline, PipelineError, PipelineFault
+from ddprun.config.patterns import matches, pattern_problems
 from ddprun.units import abbreviated_list
 
 _COMPILE_PREFIX, _DDP_PREFIX = "_orig_mod.", "module."
@@ -19,11 +19,6 @@ _COMPILE_PREFIX, _DDP_PREFIX = "_orig_mod.", "module."
 def plain_name(name: str) -> str:
     """The name that a weight has in a model without `torch.compile`."""
     return name.replace(_COMPILE_PREFIX, "")
-
-
-def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether one of the patterns fits a name, as a shell has them."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def has_train_eval_modes(optimizer: Optimizer) -> bool:
@@ -148,11 +143,9 @@ def matching_parameters(
 ) -> Iterator[Tensor]:
     """The parameters that a pattern matches, those of tied ones by any of their names."""
     named = [(plain_name(name), param) for name, param in model.named_parameters(remove_duplicate=False)]
-    there_are = f"there are {abbreviated_list([name for name, _ in named])}"
     faults = [
-        loaded.fault(f"{path}[{index}]", f'no parameter is called "{pattern}"', there_are)
-        for index, pattern in enumerate(patterns)
-        if not any(matches(name, [pattern]) for name, _ in named)
+        loaded.fault(f"{path}[{index}]", *texts)
+        for index, *texts in pattern_problems(patterns, [name for name, _ in named])
     ]
     if faults:
         raise PipelineError(faults)

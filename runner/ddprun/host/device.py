@@ -41,7 +41,7 @@ def device_of(loaded: LoadedPipeline, local_rank: int) -> torch.device:
         raise loaded.error("launch.device", text, "write auto or cpu")
     if launch.device == "cpu" or not gpus:
         if launch.backend == "nccl":
-            text = "nccl needs GPUs, and these ranks run on the CPU"
+            text = "nccl needs GPUs, but torch sees none here"
             raise loaded.error("launch.backend", text, "write auto or gloo")
         return torch.device("cpu")
     return torch.device("cuda", local_rank % gpus)

@@ -1,4 +1,4 @@
-"""Checks across keys: what breaks, or does other than it says, together with the rest of the file."""
+"""Checks across keys: what has no effect, or breaks, together with the rest of the file."""
 
 # Imported, so that they register their checks.
 from ddprun.config.checks import exchange as exchange

@@ -1,7 +1,8 @@
-"""Checks of DDP, the launch, hooks, sync policies, and the ranks there are."""
+"""Checks of DDP, the launch, hooks, sync policies, the ranks there are, and buffers."""
 
 from collections.abc import Iterator
 
+from ddprun.config.built_ins import Cnn, Mlp, Transformer
 from ddprun.config.checks.registry import (
     KeyConflict,
     accumulation_text,
@@ -12,12 +13,15 @@ from ddprun.config.checks.registry import (
     warning,
 )
 from ddprun.config.schema import Pipeline
+from ddprun.config.sections import Ddp
+from ddprun.config.stages import AverageStage, BroadcastStage, EvaluateStage, ForwardStage, StepStage
 from ddprun.config.tree import format_path
 from ddprun.sync.plan import SyncPlan, SyncPolicy
+from ddprun.units import format_count
 from ddprun_hooks.config import grammar
 
 
-@register_check
+@register_check("ddp", "accumulate", "loader", "sync", "stages")
 def _accumulate_with_static_graph(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for stage, settings in pipeline.stages_and_settings():
         accumulate = accumulation_text(pipeline, stage)
@@ -26,7 +30,45 @@ def _accumulate_with_static_graph(pipeline: Pipeline) -> Iterator[KeyConflict]:
             yield KeyConflict("ddp.static_graph", text, "remove one of the two")
 
 
-@register_check
+@register_check("ddp")
+def _static_with_unused(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    if pipeline.ddp.static_graph and pipeline.ddp.find_unused_parameters:
+        text = '"find_unused_parameters: true" has no effect with "static_graph: true", which finds them once'
+        yield KeyConflict("ddp.find_unused_parameters", text, "remove one of the two")
+
+
+@register_check("ddp", "sync", "stages")
+def _wasteful_ddp_options(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    stages = pipeline.stages_and_settings()
+    gradients = {settings.plan.gradients for _, settings in stages}
+    by_host = [setting_text(stage, "sync", one.sync) for stage, one in stages if one.plan.gradients == "host"]
+    if pipeline.ddp.find_unused_parameters and by_host:
+        text = f'"find_unused_parameters: true" slows {by_host[0]}: at every step DDP tells all ranks which '
+        text += "parameters were used, so hosts wait for each other"
+        yield warning("ddp.find_unused_parameters", text, "remove it if every parameter is used")
+    for key in ("gradient_as_bucket_view", "static_graph", "find_unused_parameters"):
+        value = getattr(pipeline.ddp, key)
+        if gradients <= {None} and value != getattr(Ddp(), key):
+            text = f'"{key}: {str(value).lower()}" has no effect: no train stage averages gradients'
+            yield warning(f"ddp.{key}", text, "remove it")
+
+
+@register_check("timings", "sync", "stages")
+def _fidelity_without_gradients(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    every = pipeline.timings.fidelity_every
+    if every and all(settings.plan.gradients != "all" for _, settings in pipeline.stages_and_settings()):
+        text = f'"fidelity_every: {every}" has no effect: no train stage averages gradients of all ranks'
+        yield warning("timings.fidelity_every", text, "remove it")
+
+
+@register_check("launch")
+def _nccl_on_cpu(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    if pipeline.launch.backend == "nccl" and pipeline.launch.device == "cpu":
+        text = '"backend: nccl" clashes with "device: cpu": NCCL carries GPU tensors only'
+        yield KeyConflict("launch.backend", text, "use gloo, or device: cuda")
+
+
+@register_check("launch", "checkpoint")
 def _restart_prerequisites(pipeline: Pipeline) -> Iterator[KeyConflict]:
     least, most = pipeline.launch.host_range
     restarts = pipeline.launch.max_restarts
@@ -41,15 +83,15 @@ def _restart_prerequisites(pipeline: Pipeline) -> Iterator[KeyConflict]:
         yield warning("checkpoint.memory_every", text, "keep at least 1")
 
 
-@register_check
+@register_check()
 def _hook_stack_grammar(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for path, hooks in values_of_key(pipeline, "hooks"):
         entries = [grammar.make_stack_entry(hook.name, hook.options) for hook in hooks]
         for wrong in grammar.stack_problems(entries):
-            yield KeyConflict(path + format_path(wrong.path), wrong.text)
+            yield KeyConflict(path + format_path(wrong.path), wrong.text, None, wrong.severity)
 
 
-@register_check
+@register_check("hooks", "stages", "launch")
 def _hooks_clash_with_launch(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for path, hooks in values_of_key(pipeline, "hooks"):
         for number, hook in enumerate(hooks):
@@ -63,6 +105,17 @@ def _hooks_clash_with_launch(pipeline: Pipeline) -> Iterator[KeyConflict]:
             yield from _hosts_divide_ranks(pipeline, options.get("hosts"), f"{here}.hierarchical.hosts")
 
 
+@register_check("hooks", "precision", "stages")
+def _redundant_casts(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    for path, hooks in values_of_key(pipeline, "hooks"):
+        for number, hook in enumerate(hooks):
+            if pipeline.precision == f"pure_{hook.name}" and not hook.options.get("accumulate"):
+                setting = f'"precision: {pipeline.precision}"'
+                text = f'"{hook.name}" has no effect: with {setting} everything is sent in that type'
+                hint = f"remove it, or write {hook.name}: {{accumulate: fp32}}"
+                yield warning(f"{path}[{number}]", text, hint)
+
+
 def _hosts_divide_ranks(pipeline: Pipeline, hosts: int | None, path: str) -> Iterator[KeyConflict]:
     ranks = configured_world_size(pipeline)
     if hosts and ranks and ranks % hosts:
@@ -70,7 +123,7 @@ def _hosts_divide_ranks(pipeline: Pipeline, hosts: int | None, path: str) -> Ite
         yield KeyConflict(path, text, "each host needs the same number of ranks")
 
 
-@register_check
+@register_check("hooks", "sync", "stages")
 def _hooks_ignored_by_sync(pipeline: Pipeline) -> Iterator[KeyConflict]:
     unused = {
         settings.sync.name: _why_hooks_unused(settings.plan)
@@ -96,14 +149,35 @@ def _why_hooks_unused(plan: SyncPlan) -> str:
 # Sync policies, the ranks there are, and the lengths of stages
 
 
-@register_check
-def _hosts_of_sync_divide_ranks(pipeline: Pipeline) -> Iterator[KeyConflict]:
+@register_check("sync", "stages", "launch")
+def _source_is_a_rank(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    ranks = configured_world_size(pipeline)
+    broadcasts = [stage for stage in pipeline.stages if isinstance(stage, BroadcastStage)]
+    sources = [
+        (f"{stage.key_path('sync')}.{settings.sync.name}.source", transfer.source)
+        for stage, settings in pipeline.stages_and_settings()
+        for transfer in settings.plan.transfers
+    ]
+    sources += [(f"{stage.path}.source", stage.source) for stage in broadcasts]
+    for path, source in sources:
+        if ranks and source is not None and source >= ranks:
+            text = f'"source: {source}" clashes with "launch", which starts {format_count(ranks, "rank")}'
+            yield KeyConflict(path, text, f"at most {ranks - 1}")
+
+
+@register_check("sync", "stages", "launch")
+def _two_level_sync_conflicts(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for stage, settings in pipeline.stages_and_settings():
         path = f"{stage.key_path('sync')}.{settings.sync.name}.hosts"
         yield from _hosts_divide_ranks(pipeline, settings.plan.hosts, path)
+    for path, sync in values_of_key(pipeline, "sync"):
+        within, across = (sync.options.get(key) for key in ("within", "across"))
+        if within is not None and within == across:
+            text = f'"within: {within}" has no effect with "across: {across}": all average equally often'
+            yield warning(f"{path}.{sync.name}.within", text, "lengthen across, or use local_sgd")
 
 
-@register_check
+@register_check("sync", "stages")
 def _period_longer_than_stage(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for stage, settings in pipeline.stages_and_settings():
         policy, period = settings.sync.settings, settings.plan.exchange_period
@@ -119,3 +193,59 @@ def _period_longer_than_stage(pipeline: Pipeline) -> Iterator[KeyConflict]:
         text = f'"{key}: {period}" is longer than "steps: {settings.steps}" of {stage.path}: {effect}'
         own = f"sync.{settings.sync.name}.{key}" if "sync" in stage.model_fields_set else "steps"
         yield warning(f"{stage.path}.{own}", text, "shorten the period or lengthen the stage")
+
+
+@register_check("sync", "hooks", "stages")
+def _parameters_are_equal_already(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    equal, why = True, "all ranks start with the same parameters"
+    for stage in pipeline.stages:
+        if isinstance(stage, (AverageStage, BroadcastStage)):
+            if equal:
+                yield warning(f"stages[{stage.index}]", f'"{stage.name}" has no effect: {why}')
+            equal = True
+        elif isinstance(stage, StepStage):
+            equal = _parameters_equal_after(pipeline, stage, before=equal)
+        else:
+            continue
+        why = f"{stage.path} leaves all ranks with the same parameters"
+
+
+def _parameters_equal_after(pipeline: Pipeline, stage: StepStage, *, before: bool) -> bool:
+    """Whether all ranks surely hold the same parameters after a stage."""
+    settings = stage.effective_settings(pipeline)
+    if pipeline.averages_at_end_of(stage):
+        return True
+    if not settings.updates_weights and settings.mutate is None:
+        return before
+    sent = settings.plan.period == 1 and all(hook.name != "noop" for hook in settings.hooks)
+    return sent and (settings.mutate is None or isinstance(stage, ForwardStage))
+
+
+# Buffers
+
+
+@register_check("buffers", "model", "stages")
+def _buffers_without_effect(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    own_loss = pipeline.loss.source not in ("built-in", "torch")  # which may have buffers
+    if not isinstance(pipeline.model.settings, (Mlp, Transformer)) or own_loss:
+        return
+    for path, buffers in values_of_key(pipeline, "buffers"):
+        if buffers.when not in ("auto", "never"):
+            when = f"{{every: {buffers.every}}}" if buffers.when == "every" else buffers.when
+            text = f'"buffers: {when}" has no effect: "model: {pipeline.model.name}" has no buffers'
+            yield warning(path, text, "remove it")
+
+
+@register_check("buffers", "model", "stages")
+def _evaluates_with_own_buffers(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    if not isinstance(pipeline.model.settings, Cnn):
+        return
+    last: StepStage | None = None
+    for stage in pipeline.stages:
+        if isinstance(stage, StepStage):
+            last = stage
+        measures = isinstance(stage, EvaluateStage) or (stage is last and last.evaluate is not None)
+        if measures and last and last.effective_settings(pipeline).buffers.when == "never":
+            text = f"{setting_text(last, 'buffers', 'never')} clashes with {stage.path}: each rank evaluates "
+            text += f'with its own running statistics of "model: {pipeline.model.name}"'
+            yield warning(last.key_path("buffers"), text, "use before_evaluate")

@@ -13,9 +13,11 @@ from ddprun.config.checks.registry import (
     accumulation_text,
     register_check,
     setting_text,
+    values_of_key,
     warning,
 )
 from ddprun.config.choices import Choice
+from ddprun.config.patterns import matches, pattern_problems
 from ddprun.config.schema import Pipeline
 from ddprun.config.sections import DataPair
 from ddprun.config.stages import BEST_FILE, EvaluateStage, SaveStage, StageEvaluation, StepStage, metric_names
@@ -23,9 +25,10 @@ from ddprun.config.tree import format_path
 from ddprun_hooks.config.messages import describe_value, error_message_parts, unknown_option
 
 _LINEAR_LOSS = "LinearCrossEntropyLoss"
+_MAX_COMPARED_NAMES = 100_000  # most names that are compared with patterns: `check` has to stay quick
 
 
-@register_check
+@register_check("model", "data", "stages")
 def _model_fits_data(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for data in _train_data_of_all_stages(pipeline):
         yield from _check_model_fits(pipeline, data)
@@ -72,7 +75,7 @@ def _sample_shape_and_is_tokens(data: Choice) -> tuple[tuple[int, ...] | None, b
     return None, False
 
 
-@register_check
+@register_check("model", "data", "loss")
 def _outputs_for_every_class(pipeline: Pipeline) -> Iterator[KeyConflict]:
     model, data = pipeline.model.settings, pipeline.train_data()
     classes = 10 if data.name == "digits" and data.settings else None
@@ -87,7 +90,23 @@ def _outputs_for_every_class(pipeline: Pipeline) -> Iterator[KeyConflict]:
         yield KeyConflict("model.transformer.vocabulary", text, "at least 256")
 
 
-@register_check
+@register_check()
+def _nesterov_needs_momentum(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    optimizers = [*values_of_key(pipeline, "optimizer")]
+    both = [(f"{path}.others", one.beside["others"]) for path, one in optimizers if "others" in one.beside]
+    for path, optimizer in [*optimizers, *both]:
+        options, at = optimizer.options, f"{path}.SGD"
+        if optimizer.name != "SGD" or not options.get("nesterov"):
+            continue
+        if not options.get("momentum"):
+            text = '"nesterov: true" needs "momentum", which is 0'
+            yield KeyConflict(f"{at}.nesterov", text, "give a momentum such as 0.9")
+        if options.get("dampening"):
+            text = f'"nesterov: true" clashes with "dampening: {options["dampening"]}"'
+            yield KeyConflict(f"{at}.dampening", text, "nesterov needs a dampening of 0")
+
+
+@register_check("optimizer", "groups")
 def _options_of_groups(pipeline: Pipeline) -> Iterator[KeyConflict]:
     """Each option of a group is one of the optimizer, and of its type."""
     for index, group in enumerate(pipeline.groups):
@@ -113,7 +132,47 @@ def _options_of_groups(pipeline: Pipeline) -> Iterator[KeyConflict]:
                 yield KeyConflict(path, text, allowed, suggestion=near)
 
 
-@register_check
+@register_check("model", "freeze", "groups", "stages")
+def _unmatched_parameter_patterns(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    """Of built-in models the names are known without building them, unless the loss may bring some."""
+    model = pipeline.model.settings
+    freezes = pipeline.frozen_patterns()
+    places: list[tuple[str, tuple[str, ...]]] = [*freezes.items()]
+    places += [(f"groups[{index}].match", group.match) for index, group in enumerate(pipeline.groups)]
+    if not isinstance(model, Mlp | Cnn | Transformer) or not any(patterns for _, patterns in places):
+        return
+    if pipeline.loss.source not in ("built-in", "torch") or pipeline.loss.name == _LINEAR_LOSS:
+        return
+    if isinstance(model, Transformer) and 12 * model.layers > _MAX_COMPARED_NAMES:
+        return
+    names = model.parameter_names()
+    if len(names) * sum(len(patterns) for _, patterns in places) > _MAX_COMPARED_NAMES:
+        return  # the run will see
+    for path, patterns in places:
+        for index, text, allowed in pattern_problems(patterns, names):
+            yield KeyConflict(f"{path}[{index}]", text, allowed)
+    for path, patterns in freezes.items():
+        if all(matches(name, patterns) for name in names):
+            yield KeyConflict(path, "no parameter is left to train", "freeze fewer")
+
+
+@register_check("model", "optimizer")
+def _muon_with_biases(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    *first, last = pipeline.optimizer.optimizers()
+    if last == "Muon" and pipeline.model.settings:
+        text = f'"Muon" clashes with "model: {pipeline.model.name}": it takes no biases, only matrices'
+        hint = "name it first" if first else "write others: {adamw: {…}} beside it"
+        yield KeyConflict("optimizer.others" if first else "optimizer", text, hint)
+
+
+@register_check("optimizer")
+def _others_with_closure(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    if "LBFGS" in (names := pipeline.optimizer.optimizers()) and len(names) > 1:
+        text = '"LBFGS", which takes a closure, clashes with a second optimizer'
+        yield KeyConflict("optimizer.others", text, "choose another, or remove others")
+
+
+@register_check("batch", "loss")
 def _batch_keys_unfit_for_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
     batch, loss = pipeline.batch, pipeline.loss
     own = loss.name == "model"
@@ -128,13 +187,13 @@ def _batch_keys_unfit_for_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
         yield KeyConflict("batch.inputs", text, "write batch: {inputs: …, target: …}, or loss: model")
 
 
-@register_check
+@register_check("loss")
 def _loss_that_is_a_sum(pipeline: Pipeline) -> Iterator[KeyConflict]:
     if pipeline.loss.options.get("reduction") == "sum":
         yield KeyConflict("loss", '"reduction: sum" gives no mean over the batch', "write reduction: mean")
 
 
-@register_check
+@register_check("loss", "weight_by")
 def _weight_by_with_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
     weight, loss = pipeline.weight_by, pipeline.loss
     if weight is None:
@@ -146,14 +205,14 @@ def _weight_by_with_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
         yield KeyConflict(f"weight_by.{weight.name}.ignore_index", text, "remove it")
 
 
-@register_check
+@register_check("loader")
 def _sampler_and_shuffle(pipeline: Pipeline) -> Iterator[KeyConflict]:
     if pipeline.loader.sampler is not None and pipeline.loader.shuffle:
         text = '"shuffle: true" clashes with "sampler", which decides the order'
         yield KeyConflict("loader.shuffle", text, "remove one of the two")
 
 
-@register_check
+@register_check("batch", "loss", "stages", "weight_by")
 def _metrics_with_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
     loss, warned = pipeline.loss, False
     metrics = (
@@ -187,7 +246,7 @@ def _metrics_with_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
             yield KeyConflict(path, text, "use the loss cross_entropy, and a model that returns class scores")
 
 
-@register_check
+@register_check("stages")
 def _metrics_twice(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for path, evaluation in find_evaluations(pipeline):
         names = metric_names(evaluation.metrics)
@@ -198,7 +257,7 @@ def _metrics_twice(pipeline: Pipeline) -> Iterator[KeyConflict]:
                 yield KeyConflict(f"{path}.metrics[{number}]", text, hint)
 
 
-@register_check
+@register_check("track")
 def _trackers_twice(pipeline: Pipeline) -> Iterator[KeyConflict]:
     return find_equal_trackers(pipeline.track)
 
@@ -223,7 +282,7 @@ def find_evaluations(pipeline: Pipeline) -> Iterator[tuple[str, EvaluateStage | 
             yield f"{stage.path}.evaluate", stage.evaluate
 
 
-@register_check
+@register_check("data", "stages")
 def _evaluate_without_data(pipeline: Pipeline) -> Iterator[KeyConflict]:
     evaluations = [path for path, one in find_evaluations(pipeline) if not getattr(one, "data", None)]
     if reason := _why_nothing_held_out(pipeline.data):
@@ -237,7 +296,7 @@ def _evaluate_without_data(pipeline: Pipeline) -> Iterator[KeyConflict]:
         yield warning("data.evaluate", text, "add an evaluate stage")
 
 
-@register_check
+@register_check("sync", "schedule", "stages")
 def _evaluate_keep_best_and_stop(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for stage, settings in pipeline.stages_and_settings():
         evaluation = stage.evaluate
@@ -272,7 +331,7 @@ def _evaluate_keep_best_and_stop(pipeline: Pipeline) -> Iterator[KeyConflict]:
             yield warning(f"{stage.path}.evaluate.every", text, "shorten it")
 
 
-@register_check
+@register_check("stages")
 def _one_best_file(pipeline: Pipeline) -> Iterator[KeyConflict]:
     keeping = [stage for stage in pipeline.stages_with_steps() if stage.keep_best is not None]
     for stage in keeping[1:]:
@@ -286,7 +345,7 @@ def _one_best_file(pipeline: Pipeline) -> Iterator[KeyConflict]:
             yield KeyConflict(f"{save.path}.to", text, "name another file")
 
 
-@register_check
+@register_check("data", "loader", "stages")
 def _sharded_built_in_data(pipeline: Pipeline) -> Iterator[KeyConflict]:
     built_in = next((data for data in _train_data_of_all_stages(pipeline) if data.source == "built-in"), None)
     if pipeline.loader.sharded and built_in is not None:
@@ -294,7 +353,7 @@ def _sharded_built_in_data(pipeline: Pipeline) -> Iterator[KeyConflict]:
         yield KeyConflict("loader.sharded", text, "remove it")
 
 
-@register_check
+@register_check("loader", "weight_by", "sync_batchnorm")
 def _speed_that_cannot_be_measured(pipeline: Pipeline) -> Iterator[KeyConflict]:
     loader = pipeline.loader
     reasons = {
@@ -310,7 +369,7 @@ def _speed_that_cannot_be_measured(pipeline: Pipeline) -> Iterator[KeyConflict]:
             yield KeyConflict("loader.balance", text, "name fixed weights, or remove one of the two")
 
 
-@register_check
+@register_check("loader", "sync", "accumulate", "stages")
 def _shares_of_a_batch(pipeline: Pipeline) -> Iterator[KeyConflict]:
     loader, size = pipeline.loader, f'"global_batch: {pipeline.loader.global_batch}"'
     named = {"balance": '"balance"', "global_batch": size}
@@ -318,6 +377,9 @@ def _shares_of_a_batch(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for key, text in named.items() if loader.sharded else ():
         text += ' clashes with "sharded: true": each rank has samples of its own'
         yield KeyConflict(f"loader.{key}", text, "remove one of the two")
+    if "max_share" in loader.model_fields_set and loader.balance is None:
+        text = '"max_share" has no effect without "balance": shares are equal'
+        yield warning("loader.max_share", text, "remove it")
     for stage, settings in pipeline.stages_and_settings():
         sync = setting_text(stage, "sync", settings.sync)
         if "balance" in named and settings.plan.gradients != "all" and settings.plan.round is None:
@@ -334,7 +396,7 @@ def _shares_of_a_batch(pipeline: Pipeline) -> Iterator[KeyConflict]:
             yield KeyConflict("loader.global_batch", text, "remove one of the two")
 
 
-@register_check
+@register_check("loader", "sync", "accumulate", "buffers", "sync_batchnorm", "weight_by", "stages")
 def _rounds(pipeline: Pipeline) -> Iterator[KeyConflict]:
     loader = pipeline.loader
     for stage, settings in pipeline.stages_and_settings():
@@ -390,14 +452,24 @@ def _why_nothing_held_out(data: Choice | DataPair) -> str | None:
     return None if data.options["held_out"] else f'"held_out" of "{data.name}" keeps nothing'
 
 
-@register_check
+@register_check("sync_batchnorm", "launch")
 def _sync_batchnorm_on_cpus(pipeline: Pipeline) -> Iterator[KeyConflict]:
     if pipeline.sync_batchnorm and pipeline.launch.device == "cpu":
         text = '"sync_batchnorm: true" clashes with "device: cpu" of "launch": torch has it on GPUs only'
         yield KeyConflict("sync_batchnorm", text, "remove one of the two")
 
 
-@register_check
+@register_check("compile", "model")
+def _auto_blocks_without_repeats(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    """Which modules a built-in model has is known without building it, and which of them repeat."""
+    wanted, model = pipeline.compile, pipeline.model
+    if wanted is None or wanted.blocks != ("auto",) or not isinstance(model.settings, Mlp | Cnn):
+        return
+    text = f'"blocks: auto" clashes with "model: {model.name}", in which no block repeats'
+    yield KeyConflict("compile.blocks", text, "write compile: true, or name the modules")
+
+
+@register_check("compile", "launch", "accumulate", "loader", "stages")
 def _cuda_graphs_with_accumulate(pipeline: Pipeline) -> Iterator[KeyConflict]:
     """CUDA graphs keep the first micro-step's gradients, which the next overwrite (H200, torch 2.11)."""
     mode = pipeline.compile.mode if pipeline.compile else ""
@@ -415,9 +487,14 @@ def _cuda_graphs_with_accumulate(pipeline: Pipeline) -> Iterator[KeyConflict]:
             return
 
 
-@register_check
-def _autotuning_with_deterministic(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    mode = pipeline.compile.mode if pipeline.compile else ""
+@register_check("compile", "launch", "deterministic")
+def _mode_of_compiling(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    if pipeline.compile is None:
+        return
+    mode = pipeline.compile.mode
+    if mode == "reduce-overhead" and pipeline.launch.device == "cpu":
+        text = f'"mode: {mode}" has no effect with "device: cpu" of "launch": it uses CUDA graphs'
+        yield warning("compile.mode", text, "remove it")
     if mode.startswith("max-autotune") and pipeline.deterministic:
         text = f'"mode: {mode}" clashes with "deterministic: true": each process picks the '
         text += "kernels that are fastest when it times them, and these may change"

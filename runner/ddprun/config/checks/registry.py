@@ -25,17 +25,28 @@ def warning(path: str, problem: str, allowed: str | None = None) -> KeyConflict:
 
 
 _Check = Callable[[Pipeline], Iterator[KeyConflict]]
-_CHECKS: list[_Check] = []
+_CHECKS: list[tuple[frozenset[str], _Check]] = []  # every check with the top-level keys that it reads
 
 
-def register_check(check: _Check) -> _Check:
-    _CHECKS.append(check)
-    return check
+def register_check(*keys: str) -> Callable[[_Check], _Check]:
+    """Register a check that reads these top-level keys; it is skipped if one of them has faults.
+
+    A check that reads nothing but one key, by `values_of_key`, registers no keys and always runs: a
+    faulty value has been replaced by a valid one.
+    """
+
+    def register(check: _Check) -> _Check:
+        _CHECKS.append((frozenset(keys), check))
+        return check
+
+    return register
 
 
-def find_conflicts(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    for check in _CHECKS:
-        yield from check(pipeline)
+def find_conflicts(pipeline: Pipeline, faulty: frozenset[str] = frozenset()) -> Iterator[KeyConflict]:
+    """What the checks find; those that read a `faulty` key, which holds a placeholder, are left out."""
+    for keys, check in _CHECKS:
+        if not keys & faulty:
+            yield from check(pipeline)
 
 
 def configured_world_size(pipeline: Pipeline) -> int | None:

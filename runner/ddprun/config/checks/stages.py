@@ -2,14 +2,16 @@
 
 from collections.abc import Iterator
 
-from ddprun.config.checks.registry import KeyConflict, register_check
+from ddprun.config.checks.model_and_data import find_evaluations
+from ddprun.config.checks.registry import KeyConflict, register_check, warning
+from ddprun.config.resolved import to_plain_data
 from ddprun.config.schema import Pipeline
-from ddprun.config.stages import SaveStage
+from ddprun.config.stages import OVERRIDABLE_KEYS, SaveStage, StepStage
 
 _UPDATE_KEYS = ("optimizer", "schedule", "warmup_steps", "clip_norm", "clip_value", "freeze")  # for updates
 
 
-@register_check
+@register_check("schedule", "warmup_steps", "stages")
 def _schedule_over_the_run(pipeline: Pipeline) -> Iterator[KeyConflict]:
     if pipeline.schedule is None or "over" not in pipeline.schedule.beside:
         return
@@ -28,7 +30,7 @@ def _schedule_over_the_run(pipeline: Pipeline) -> Iterator[KeyConflict]:
         yield KeyConflict("warmup_steps", text, "shorten the warm-up or lengthen a stage")
 
 
-@register_check
+@register_check("schedule", "warmup_steps", "stages")
 def _warmup_longer_than_stage(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for stage, settings in pipeline.stages_and_settings():
         if not settings.updates_weights or settings.has_schedule_of_run:
@@ -40,7 +42,7 @@ def _warmup_longer_than_stage(pipeline: Pipeline) -> Iterator[KeyConflict]:
             yield KeyConflict(f"{stage.path}.{key}", text, "shorten the warm-up or lengthen the stage")
 
 
-@register_check
+@register_check("optimizer", "stages")
 def _another_optimizer(pipeline: Pipeline) -> Iterator[KeyConflict]:
     above = pipeline.optimizer
     for stage in pipeline.stages_with_steps():
@@ -53,7 +55,7 @@ def _another_optimizer(pipeline: Pipeline) -> Iterator[KeyConflict]:
             yield KeyConflict(stage.key_path("optimizer"), text, f"write {hint}")
 
 
-@register_check
+@register_check("stages")
 def _update_keys_without_update(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for stage, settings in pipeline.stages_and_settings():
         for key in _UPDATE_KEYS if not settings.updates_weights else ():
@@ -62,7 +64,7 @@ def _update_keys_without_update(pipeline: Pipeline) -> Iterator[KeyConflict]:
                 yield KeyConflict(stage.key_path(key), text, "remove it, or name an update")
 
 
-@register_check
+@register_check("freeze", "optimizer", "stages")
 def _lbfgs_over_other_parameters(pipeline: Pipeline) -> Iterator[KeyConflict]:
     if pipeline.optimizer.name == "LBFGS" and len(set(pipeline.frozen_patterns().values())) > 1:
         text = '"optimizer: LBFGS" clashes with stages that freeze different parameters: what it keeps of '
@@ -70,7 +72,7 @@ def _lbfgs_over_other_parameters(pipeline: Pipeline) -> Iterator[KeyConflict]:
         yield KeyConflict("optimizer", text, "choose another optimizer, or freeze the same in all stages")
 
 
-@register_check
+@register_check("loss", "optimizer", "stages")
 def _turns_without_own_losses(pipeline: Pipeline) -> Iterator[KeyConflict]:
     optimizer, loss = pipeline.optimizer, pipeline.loss
     for stage in pipeline.train_stages():
@@ -83,13 +85,57 @@ def _turns_without_own_losses(pipeline: Pipeline) -> Iterator[KeyConflict]:
             yield KeyConflict(f"{stage.path}.turns", text, "write loss: model")
 
 
-@register_check
-def _saves_to_one_file(pipeline: Pipeline) -> Iterator[KeyConflict]:
+@register_check("ema", "stages")
+def _ema_never_used(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    saves = any(isinstance(stage, SaveStage) for stage in pipeline.stages)
+    if pipeline.ema is not None and not saves and not [*find_evaluations(pipeline)]:
+        text = '"ema" has no effect: nothing evaluates or saves the average'
+        yield warning("ema", text, "add an evaluate or a save stage")
+
+
+@register_check("stages")
+def _repeated_or_early_saves(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    changed = False
     written: dict[str, int] = {}
     for stage in pipeline.stages:
+        if isinstance(stage, StepStage):
+            updates = stage.effective_settings(pipeline).updates_weights
+            changed = changed or updates or stage.mutate is not None
         if not isinstance(stage, SaveStage):
             continue
         if stage.to in written:
             text = f'{stage.path} writes "{stage.to}", as stages[{written[stage.to]}].save does'
             yield KeyConflict(f"{stage.path}.to", text, "name another file")
         written.setdefault(stage.to, stage.index)
+        if not changed:
+            text = '"save" comes before every "train": it saves the initial weights'
+            yield warning(f"stages[{stage.index}]", text)
+
+
+@register_check("stages", *OVERRIDABLE_KEYS)
+def _overridden_everywhere(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    for key in OVERRIDABLE_KEYS:
+        users = [
+            stage
+            for stage, settings in pipeline.stages_and_settings()
+            if key in type(stage).model_fields and (key not in _UPDATE_KEYS or settings.updates_weights)
+        ]
+        overridden = bool(users) and all(key in stage.model_fields_set for stage in users)
+        if not overridden or not _differs_from_default(pipeline, key):
+            continue
+        names = " and ".join(dict.fromkeys(stage.name for stage in users))
+        text = f'"{key}" has no effect: every {names} stage of "stages" has its own "{key}"'
+        hint = "remove it here or there"
+        if key == "optimizer":
+            text = f"the options of {text.replace('has no effect', 'have no effect')}"
+            hint = "remove them here or there"
+        yield warning(key, text, hint)
+
+
+def _differs_from_default(pipeline: Pipeline, key: str) -> bool:
+    """Whether the file gives a key another value than its default; for the optimizer, any option."""
+    if key == "optimizer":
+        others = pipeline.optimizer.beside.get("others")
+        return bool(pipeline.optimizer.options or (others and others.options))
+    said, default = to_plain_data(getattr(pipeline, key)), to_plain_data(Pipeline.model_fields[key].default)
+    return bool(said != default)
