@@ -176,15 +176,7 @@ COMMANDS: dict[str, list[str]] = {
     "explain hosts": ["explain", "hierarchical.yaml", "--nnodes", "4", "--nproc-per-node", "2"],
     "resume nothing": ["resume", "nowhere"],
     "report nothing": ["report", "nowhere"],
-    "submit slurm": [
-        "submit",
-        "every-step.yaml",
-        "--to",
-        "slurm",
-        "--dry-run",
-        "--set",
-        "slurm.program=/opt/ddprun",
-    ],
+    "submit slurm": ["submit", "every-step.yaml", "--to", "slurm", "--dry-run", "--program", "/opt/ddprun"],
     "submit docker": [
         "submit",
         "every-step.yaml",

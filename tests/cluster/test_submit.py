@@ -87,20 +87,13 @@ def test_every_key_becomes_an_option(tmp_path: Path) -> None:
 
 def test_options_of_sbatch_go_before_what_ddprun_writes(tmp_path: Path) -> None:
     """Each of them once, whatever the other keys say."""
-    options = "{time: 5, nodes: 3, signal: USR1@9, requeue: false, gres: 'gpu:2'}"
+    options = "{time: 5, nodes: 3, requeue: false, gres: 'gpu:2'}"
     done = dry(tmp_path, more=f"slurm: {{nodes: 2, time: 10, options: {options}}}\n")
     assert done.code == 0, done.stderr
     found = directives(done.stdout)
-    asked = {"time": "5", "nodes": "3", "signal": "USR1@9", "gres": "gpu:2"}
+    asked = {"time": "5", "nodes": "3", "gres": "gpu:2"}
     assert {name: found.get(name) for name in (*asked, "requeue")} == {**asked, "requeue": None}
     assert done.stdout.count("#SBATCH --time=") == 1
-
-
-def test_the_hosts_may_have_a_program_of_their_own(tmp_path: Path) -> None:
-    """Also in an image."""
-    done = dry(tmp_path, "--set", "slurm.program=/opt/my ddprun", more="slurm: {image: me/app}\n")
-    assert done.code == 0, done.stderr
-    assert "--container-image=me/app '/opt/my ddprun' \"$@\"\n" in done.stdout
 
 
 def test_a_job_that_shall_not_come_back_is_just_run(tmp_path: Path) -> None:

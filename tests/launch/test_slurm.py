@@ -119,10 +119,8 @@ def test_the_limit_on_imports_is_that_of_who_submits(
     program = tmp_path / "show"
     program.write_text('#!/bin/sh\necho "limit: $DDPRUN_TRUSTED"\n')
     program.chmod(0o755)
-    options = "slurm={nodes: 1, time: 5, options: {export: NONE}}"
-    code, job, told = submit(
-        cluster, tmp_path, "--follow", "--set", options, "--set", f"slurm.program={program}"
-    )
+    options = ("--set", "slurm={nodes: 1, time: 5, options: {export: NONE}}", "--program", str(program))
+    code, job, told = submit(cluster, tmp_path, "--follow", *options)
     assert code == 0, told
     assert f"limit: torchvision, ./mylab\nddprun: job {job}: COMPLETED" in told
 

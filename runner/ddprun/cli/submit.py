@@ -21,14 +21,19 @@ from ddprun_hooks.errors import ImportPathError
 
 
 class _Submit(click.Command):
-    """Offers every cluster backend."""
+    """Offers every cluster backend, and the flags that each of them takes."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         pipeline, *own = super().get_params(ctx)
         to = click.Option(
             ["--to"], type=click.Choice(CLUSTERS.names()), required=True, help="Where to send it."
         )
-        return [pipeline, to, *own]
+        flags = [
+            click.Option([f"--{flag}"], metavar=metavar, help=f"For {name}: {text}")
+            for name, cluster in CLUSTERS.load_available().items()
+            for flag, (metavar, text) in cluster.flags.items()
+        ]
+        return [pipeline, to, *own[:-1], *flags, own[-1]]  # --help is the last one
 
 
 @click.command(cls=_Submit)
@@ -50,6 +55,7 @@ def submit(
     with_modules: bool,
     dry_run: bool,
     follow: bool,
+    **flags: str | None,
 ) -> int:
     """Hand a pipeline to a cluster; prints the job's id.
 
@@ -69,8 +75,11 @@ def submit(
         text = f"{pipeline} holds a secret, which the job would show: write ${{env:NAME}}"
         text += f", and have it set by {cluster.variables_source}" if cluster.variables_source else ""
         raise click.UsageError(text)
+    given = {name: value for name, value in flags.items() if value is not None}
+    if foreign := sorted(given.keys() - cluster.flags.keys()):
+        raise click.UsageError(f"--{foreign[0]} is not a flag for --to {to}")
     modules = _collect_modules(loaded, to, cluster, with_modules=with_modules)
-    job = cluster(_backend_options(loaded, to, cluster), Submission(loaded, overrides, modules))
+    job = cluster(_backend_options(loaded, to, cluster), Submission(loaded, overrides, given, modules))
     if loaded.secrets.redact(job.text) != job.text:
         raise click.UsageError(f"{pipeline} holds a secret under {to}, which the job would show")
     if missing := job.unset_in_job(loaded.referenced_variables()):

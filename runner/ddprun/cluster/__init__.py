@@ -54,12 +54,20 @@ class Outcome(NamedTuple):
     succeeded: bool
 
 
+class Flag(NamedTuple):
+    """A flag of `ddprun submit` that takes a value."""
+
+    metavar: str
+    help: str
+
+
 @dataclass(frozen=True)
 class Submission:
     """What `ddprun submit` hands over."""
 
     loaded: "LoadedPipeline"  # the checked pipeline
     overrides: Sequence[str] = ()  # the `--set` options
+    flags: Mapping[str, str] = field(default_factory=dict)  # the backend's own, without `--`
     modules: Mapping[str, bytes] = field(default_factory=dict)
     """Files to put beside the pipeline's: their content, by their path from there."""
 
@@ -118,6 +126,9 @@ class Cluster(Plugin):
 
     variables_source: ClassVar[str] = ""
     """Where the job's environment variables are set, for messages; empty: in the shell that submits it."""
+
+    flags: ClassVar[Mapping[str, Flag]] = {}
+    """Flags of `ddprun submit` for this backend alone, without `--`."""
 
     def __init__(self, options: Any, submission: Submission) -> None:
         """Prepare the job; nothing is sent, and the cluster need not be there."""

@@ -12,14 +12,14 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
 from ddprun import EXIT_REQUEUE, ON_USR1_VARIABLE
-from ddprun.cluster import Cluster, ClusterError, Outcome, ShowOutput, Submission, trust_variables
+from ddprun.cluster import Cluster, ClusterError, Flag, Outcome, ShowOutput, Submission, trust_variables
 from ddprun.options import (
     CustomValidator,
     NonNegativeInt,
@@ -129,10 +129,6 @@ class Slurm(Cluster):
         image: _SlurmName | None = None
         """Container image, for clusters with Pyxis (`srun --container-image`); null runs without one."""
 
-        program: str | None = None
-        """Path of ddprun on the hosts; null is that of this one, on a disk that all hosts share, or the
-        image's."""
-
         warn_s: NonNegativeInt = 120
         """Seconds before the time limit at which a checkpoint is taken and the job is requeued; 0 lets it
         end."""
@@ -143,6 +139,11 @@ class Slurm(Cluster):
         """Long options of sbatch, as in {mem: 64G, exclusive: true}, which go before what ddprun writes."""
 
     job_contains_pipeline = False
+    flags: ClassVar[Mapping[str, Flag]] = {
+        "program": Flag(
+            "PATH", "path of ddprun on the hosts; by default this one, on a disk that all hosts share."
+        )
+    }
 
     def __init__(self, options: Options, submission: Submission) -> None:
         """Choose the folder of runs."""
@@ -154,7 +155,7 @@ class Slurm(Cluster):
     @property
     def text(self) -> str:
         options, submission = self._options, self._submission
-        loaded, program = submission.loaded, _ddprun_executable(options)
+        loaded, program = submission.loaded, _ddprun_executable(options, submission)
         directives = {
             "job-name": loaded.pipeline.name,
             "nodes": submission.host_count(options.nodes),
@@ -246,9 +247,9 @@ class Slurm(Cluster):
             time.sleep(_POLL_S)
 
 
-def _ddprun_executable(options: Slurm.Options) -> str:
-    if options.program is not None:
-        return options.program
+def _ddprun_executable(options: Slurm.Options, submission: Submission) -> str:
+    if given := submission.flags.get("program"):
+        return given
     if options.image is not None:
         return "ddprun"
     here = Path(sys.argv[0]).resolve()
