@@ -164,8 +164,9 @@ def on_three_hosts(root: Path) -> list[str | None]:
     rank = ranks.rank
     disk = root / str(HOSTS[rank])
     place = CheckpointLocation(disk, rank, HOSTS)
+    over = threading.Semaphore(0)
     settings: dict[str, Any] = {"token": "t", "layout": "", "keep": 1, "control": control, "timeout_s": 20.0}
-    writer = CheckpointWriter(place, ranks.store, **settings)
+    writer = CheckpointWriter(place, ranks.store, after_write=lambda _, __: over.release(), **settings)
     if rank == 2:  # a folder in the place of a file of the host before it
         unfinished = folder.unfinished_path(disk, 10, "t-0")
         (unfinished / folder.file_names([folder.rank_part_name(1)])[0]).mkdir(parents=True)
@@ -174,7 +175,8 @@ def on_three_hosts(root: Path) -> list[str | None]:
         other.barrier()
         own = parts(rank)
         own |= {"shared": encode({"shared": torch.arange(1000)})} if place.leads else {}
-        writer.enqueue(step, own, wait=True)
+        writer.enqueue(step, own)
+        assert over.acquire(timeout=30)
         other.barrier()
         assert folder.steps_in(disk) == ([] if step == 10 else [20])
         outcomes += [writer.outcomes.get(timeout=30).problem] if rank == 0 else []
@@ -210,6 +212,21 @@ def test_writing_goes_on_beside_training(tmp_path: Path) -> None:
     assert time.monotonic() - started < 20
     ranks[2].enqueue(10, parts(2))
     assert ranks[0].outcomes.get(timeout=30).checkpoint is not None
+    close(ranks)
+
+
+def test_every_rank_hears_when_one_is_over(tmp_path: Path) -> None:
+    """Written or left out: so a launcher can wait for a checkpoint, whichever of its ranks it asks."""
+    heard: list[bool] = []
+    ranks = writers(tmp_path, after_write=lambda _, written: heard.append(written))
+    everyone(ranks, 10)
+    wait_for(lambda: len(heard) == RANKS)
+    assert heard == [True] * RANKS
+    shutil.rmtree(tmp_path)
+    tmp_path.write_text("a file where the folder was")
+    assert everyone(ranks, 20).problem is not None
+    wait_for(lambda: len(heard) == 2 * RANKS)
+    assert heard[RANKS:] == [False] * RANKS
     close(ranks)
 
 

@@ -47,6 +47,7 @@ class _Job:
     unfinished: Path
     parts: Mapping[str, EncodedState]  # by the name of the files
     staged: PinnedStaging | None = None  # of a GPU's tensors in the parts, which may still be under way
+    enqueued_ns: int = field(default_factory=time.monotonic_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +83,11 @@ class CheckpointWriter:
     keep: int  # how many checkpoints are kept
     control: ControlChannel | None  # for these threads alone; None if all ranks see one folder
     timeout_s: float  # how long a rank waits for what another one has to write
-    # Called on the writing thread. before_write: ahead of each checkpoint. find_nonfinite: names what in a
-    # part is not finite, None if nothing is.
+    # Called on the writing thread. before_write: ahead of each checkpoint. after_write: when a checkpoint is
+    # over, with the time at which it was enqueued (ns of the monotonic clock) and whether it was written.
+    # find_nonfinite: names what in a part is not finite, None if nothing is.
     before_write: Callable[[], None] = lambda: None
+    after_write: Callable[[int, bool], None] = lambda _, __: None
     find_nonfinite: Callable[[EncodedState], str | None] = lambda _: None
 
     def __post_init__(self) -> None:
@@ -125,6 +128,7 @@ class CheckpointWriter:
         else:
             text = f"rank {self.rank} was still writing the checkpoint of step {before.step}"
             self._report_to_rank_0(job, _Report(text, skipped=True))
+            self.after_write(job.enqueued_ns, False)
             if staged is not None:
                 staged.wait()
                 staged.release()
@@ -159,10 +163,14 @@ class CheckpointWriter:
             if self.rank == 0 and outcome is not None:
                 self.outcomes.put(outcome)
             self._jobs.task_done()
+            if not self.location.leads:
+                self._hear_outcome(job, None)
 
     def _hear_outcome(self, job: _Job, outcome: CheckpointOutcome | None) -> None:
-        """Rank 0 stores what became of a checkpoint; the other leaders wait for it, to delete older ones."""
-        last_over, last_written = -1, self._last_written
+        """Rank 0 stores what became of a checkpoint; the others wait for it: leaders, to delete older ones
+        then; ranks that lead no folder only until their next one waits.
+        """
+        leads, last_over, last_written = self.location.leads, -1, self._last_written
 
         def is_over() -> bool:
             nonlocal last_over, last_written
@@ -175,13 +183,17 @@ class CheckpointWriter:
                 if outcome is not None and outcome.checkpoint is not None:
                     self._last_written = job.number
                 self.store.set(_OVER_KEY, json.dumps([job.number, self._last_written]))
-            _wait_until(is_over, time.monotonic() + 2 * self.timeout_s)
+            until = time.monotonic() + 2 * self.timeout_s
+            _wait_until(lambda: is_over() or not (leads or self._jobs.empty()), until)
         if last_over < job.number:
             return
-        if last_written >= job.number:
+        written = last_written >= job.number
+        if leads and written:
             folder.prune(self.root, self.keep)
         elif self._committed == job.number:  # another leader could not name it
             folder.remove_tree(self.root / folder.checkpoint_name(job.step))
+        if job.parts:
+            self.after_write(job.enqueued_ns, written)
 
     def _write(self, job: _Job) -> None:
         if job.staged is not None:

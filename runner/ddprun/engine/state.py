@@ -263,7 +263,7 @@ def open_writer(runtime: RunComponents, location: CheckpointLocation, token: str
     """What writes the run's checkpoints in a location; `token` is of this attempt, equal on all ranks."""
     pipeline, initially_nonfinite = runtime.loaded.pipeline, runtime.finite_check.initially_nonfinite
     timeout_s, apart = pipeline.launch.timeout_s, len(location.folders) > 1
-    return CheckpointWriter(
+    writer = CheckpointWriter(
         location,
         runtime.ranks.store,
         token=token,
@@ -274,6 +274,9 @@ def open_writer(runtime: RunComponents, location: CheckpointLocation, token: str
         before_write=runtime.records.writer.flush,
         find_nonfinite=partial(_find_nonfinite, initially_nonfinite=initially_nonfinite),
     )
+    if not location.in_memory:
+        writer.after_write = rank_files.report_checkpoint
+    return writer
 
 
 def _find_nonfinite(state: EncodedState, initially_nonfinite: frozenset[str]) -> str | None:

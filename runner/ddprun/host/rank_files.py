@@ -19,7 +19,7 @@ from ddprun.run_files import replace_atomically
 SCRATCH_VARIABLE = "DDPRUN_SCRATCH"  # names a folder of this launcher's own, gone when it ends
 MEMORY_VARIABLE = "DDPRUN_MEMORY"  # the same, in shared memory
 _PREFIX = "ddprun-launch-"
-_RUN_DIR, _OUTCOME, _PIDS = "run_dir", "outcome", "pids"
+_RUN_DIR, _OUTCOME, _CHECKPOINT, _PIDS = "run_dir", "outcome", "checkpoint", "pids"
 _ERROR = "error"
 _OUTCOME_WIDTH = 4
 _OUTCOME_NOT_REPORTED = 1  # exit code of a rank that has finished the run and cannot say so
@@ -131,6 +131,17 @@ def read_outcome(scratch: Path) -> int | None:
     """The exit code that ranks have left; None if the run has not ended."""
     code: int | None = _read(scratch, _OUTCOME)
     return code
+
+
+def report_checkpoint(enqueued_ns: int, written: bool) -> None:
+    """Tell the launcher whether the checkpoint enqueued then, by the monotonic clock, was written."""
+    _write(_CHECKPOINT, [enqueued_ns, written])
+
+
+def read_checkpoint_report(scratch: Path) -> tuple[int, bool]:
+    """When the last checkpoint that is over was enqueued, and whether it was written."""
+    enqueued_ns, written = _read(scratch, _CHECKPOINT) or (0, False)
+    return enqueued_ns, written
 
 
 def report_error(error: list[str | int | None]) -> None:

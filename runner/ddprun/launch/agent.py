@@ -21,7 +21,6 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, Rend
 from torch.distributed.launcher.api import LaunchConfig
 
 from ddprun import EXIT_BAD_INPUT, EXIT_REPEATED
-from ddprun.checkpoint.folder import CHECKPOINTS_FOLDER, checkpoint_name, steps_in
 from ddprun.config import LoadedPipeline
 from ddprun.host import network, rank_files
 from ddprun.host.processes import end_leftovers, run_in_daemon_thread
@@ -215,25 +214,17 @@ class Agent(LocalElasticAgent):
         """Have the ranks take a checkpoint, and wait for it unless they fail; gives what a restart says."""
         if not self._loaded.pipeline.checkpoint.keep:
             return "another host has joined: restarting from the beginning"
-        before, until = self._newest_checkpoint(), time.monotonic() + _CHECKPOINT_S
-        pids = rank_files.signal_ranks(self._scratch, signal.SIGUSR1)
-        while time.monotonic() < until:
-            if self._newest_checkpoint() != before:
+        since, pids = time.monotonic_ns(), rank_files.signal_ranks(self._scratch, signal.SIGUSR1)
+        while time.monotonic_ns() - since < _CHECKPOINT_S * 1e9:
+            enqueued_ns, written = rank_files.read_checkpoint_report(self._scratch)
+            if enqueued_ns > since and written:
                 return "another host has joined: restarting from a new checkpoint"
+            if enqueued_ns > since:
+                break
             if len(rank_files.live_rank_pids(self._scratch)) < max(len(pids), 1):
                 return "restarting, as the other hosts do"
             time.sleep(_TICK_S)
         return "another host has joined: restarting; no new checkpoint could be taken"
-
-    def _newest_checkpoint(self) -> tuple[int, int] | None:
-        """The newest checkpoint on disk, as this host sees it: its step, and its folder's inode."""
-        run_dir = rank_files.read_run_dir(self._scratch)
-        if run_dir is not None:
-            root = run_dir / CHECKPOINTS_FOLDER
-            for step in steps_in(root):
-                with suppress(OSError):  # just renamed
-                    return step, (root / checkpoint_name(step)).stat().st_ino
-        return None
 
 
 def make_agent(
