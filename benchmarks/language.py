@@ -119,7 +119,7 @@ def time_steps(method: Method) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {"seconds": [], "computing": []}
     with tempfile.TemporaryDirectory() as scratch:
         folder = _timed_run(Path(scratch), method, None)
-        model = cost_models_of_run(folder, Links(), cores=cores() / HOSTS)[0]
+        model = next(cost_models_of_run(folder, Links(), cores=cores() / HOSTS))
         explained = explain(load(folder / "pipeline.yaml"), hosts=HOSTS, ranks_per_host=1)
     links = [parse_links(*link.words) for link in LINKS]
     steps = [model.predict(explained.stages[0], explained.world, link) for link in links]

@@ -197,7 +197,7 @@ def predict(model: str, speeds: Mapping[str, Speed]) -> tuple[float, dict[str, l
         folder = Path(scratch)
         run_dir = run(folder, MODELS[model] + REST + turns(4, stages), None)
         control = keep_quiet(run_dir, len(stages))
-        cost_model = cost_models_of_run(run_dir, Links(), cores=cores() / HOSTS)[0]
+        cost_model = next(cost_models_of_run(run_dir, Links(), cores=cores() / HOSTS))
         (folder / "cases.yaml").write_text(MODELS[model] + REST + cases)
         found = explain(load(folder / "cases.yaml"), hosts=HOSTS, ranks_per_host=LOCAL)
         return control, {
@@ -275,7 +275,7 @@ def predict_ranks(model: str) -> dict[str, list[tuple[float, str]]]:
     found: dict[str, list[tuple[float, str]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        cost_model = cost_models_of_run(run_here(folder, MODELS[model] + REST + 3 * turn, 2), Links())[0]
+        cost_model = next(cost_models_of_run(run_here(folder, MODELS[model] + REST + 3 * turn, 2), Links()))
         (folder / "cases.yaml").write_text(MODELS[model] + REST + cases)
         for ranks in RANKS:
             explained = explain(load(folder / "cases.yaml"), hosts=1, ranks_per_host=ranks)

@@ -54,7 +54,9 @@ class Hook:
         return {} if self.role == "codec" else {GroupRequirement("world"): self.rounds}
 
     def inner_stacks(self) -> Mapping[str, Stack]:
-        """The stacks inside this hook, by the level that each serves. It keeps no state besides theirs."""
+        """The stacks inside this hook, by the level that each serves. A hook with inner stacks keeps no state
+        of its own: a skipped step would not undo it.
+        """
         return {}
 
     def state_dict(self) -> dict[str, Any]:

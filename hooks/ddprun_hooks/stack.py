@@ -119,6 +119,7 @@ class Stack:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Bring back the state of the hooks that `state` names; other hooks start fresh."""
+        self._before_step = []  # that was of another state
         for name, hook in zip(self.names, self.hooks, strict=False):
             if name in state:
                 hook.load_state_dict(state[name])

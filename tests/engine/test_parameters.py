@@ -21,7 +21,7 @@ from ddprun.engine.weights import load_weights
 from ddprun.engine.worker import run_worker
 from ddprun.host.pipeline_folder import prepare_imports
 from ddprun.zoo.models import MODELS
-from tests.engine.running import run_pipeline, summary, weights
+from tests.engine.running import events, run_pipeline, summary, weights
 from tests.ranks import as_processes, ddprun_here
 
 MODULE = """
@@ -214,7 +214,11 @@ def test_groups_have_options_of_their_own(folder: Path) -> None:
     """The first that matches counts, by any name of a tied weight; schedule and warm-up scale all alike, and
     values are clipped before the norm. Bit for bit a loop of torch's.
     """
-    ours = weights(run_pipeline(folder, pipeline(GROUPS, steps="5"), 1, "groups"))
+    run = run_pipeline(folder, pipeline(GROUPS, steps="5"), 1, "groups")
+    (started,) = (event for event in events(run) if event["event"] == "started")
+    assert "tied.*" in started["groups"]
+    assert len(set(started["groups"])) == len(started["groups"])
+    ours = weights(run)
     theirs = by_hand(folder, 5).state_dict()
     for name, value in ours.items():
         assert torch.equal(value, theirs[name]), name

@@ -140,7 +140,7 @@ def test_hosts_that_share_another_disk_than_rank_0_are_refused(tmp_path: Path) -
     found = as_processes(3, apart, tmp_path, ["a", "b", "b"], "run")
     assert found.count((0, 1, 2)) == 2
     (refusal,) = [one for one in found if isinstance(one, str)]
-    assert refusal.endswith("which does not see the run folder of rank 0's host)")
+    assert refusal.endswith("hosts that share a disk must share it with rank 0's host)")
     assert any(why in refusal for why in ("in use by process", "was just taken", "is not empty"))
 
 

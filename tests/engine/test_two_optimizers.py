@@ -145,7 +145,7 @@ def test_its_state_has_a_size_and_its_groups_have_names(tmp_path: Path) -> None:
     loaded = load(path)
     found = dict(
         zip(
-            group_names(loaded, build_turns(loaded, model), optimizer),
+            group_names(loaded, build_turns(loaded, model), optimizer, model),
             [sorted(of_group) for of_group in names(model, optimizer)],
             strict=True,
         )

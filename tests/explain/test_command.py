@@ -80,6 +80,7 @@ PERIODS = {
         "Step 8 of every 8: the changes of parameters",
         "steps 1, 2, 3 … 7 of every 8 0 B",
     ),
+    "{local_sgd: {every: 200}}": ("None: ranks exchange no messages before the stage's end.",),
     "{hierarchical_sgd: {within: 2, across: 8, hosts: 2}}": (
         "Steps 2, 4, 6 of every 8: the changes of parameters, averaged over the 2 ranks of each host",
         "Step 8 of every 8: the changes of parameters, averaged over all 4 ranks",
@@ -97,7 +98,7 @@ PERIODS = {
     "{average: {every: 1}}": ("Every step: the changes of parameters",),
     "independent": (
         "Nothing is sent.",
-        "None: ranks exchange no messages",
+        "For every step each rank sends the others its loss",
         "averaged over all 4 ranks",
     ),
 }
@@ -175,8 +176,8 @@ def test_every_pipeline_that_is_shipped(file: Path, capsys: Out) -> None:
 
 BUFFERS = {
     "auto": "None are sent in this stage. They are sent before evaluate and save.",
-    "every_forward": "They are sent before each forward pass. They are sent before evaluate and save.",
-    "{every: 3}": "They are sent after a step, as below. They are sent before evaluate and save.",
+    "every_forward": "They are sent before each forward pass. They are also sent before evaluate and save.",
+    "{every: 3}": "They are sent after a step, as below. They are also sent before evaluate and save.",
     "never": "None are sent in this stage. Each rank keeps its own. DDP's",
 }
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -214,6 +215,27 @@ def test_a_signal_ends_a_rank_that_waits_for_others(folder: Path, rank: int, num
     assert done.code == 130, done.stderr
     assert done.stderr.endswith(f"ddprun: rank {rank} stops before all ranks have met\n")
     assert not [*folder.glob("ddprun-*")]
+
+
+def test_ranks_with_different_pipelines_end_before_step_1(folder: Path) -> None:
+    """As where a file was edited on one host; one of them says so."""
+    port = str(free_port())
+    both = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TMPDIR": str(folder)}
+    with ExitStack() as stack:
+        running = [
+            stack.enter_context(
+                Running(
+                    "endless.yaml", f"--set=seed={rank}", cwd=folder, environment={**both, "RANK": str(rank)}
+                )
+            )
+            for rank in range(2)
+        ]
+        done = [one.wait(60) for one in running]
+    assert [one.code for one in done] == [1, 1]
+    told = "".join(one.stderr for one in done)
+    assert told.count("rank 1 and rank 0 were given different pipelines") == 1, told
+    assert "Traceback" not in told
+    assert not [*folder.glob("runs/*/*/steps/*")]
 
 
 TAKING = """

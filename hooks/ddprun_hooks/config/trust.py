@@ -135,6 +135,8 @@ class TrustPolicy:
         if self.prefixes is None:
             return None
         root = name.partition(".")[0]
+        if name == "builtins.builtin_function_or_method":
+            return "Python's own library is never trusted, nor a function written in C: wrap it in a def"
         if root in sys.stdlib_module_names:
             return "Python's own library is never trusted"
         if not any(f"{name}.".startswith(f"{prefix}.") for prefix in self.prefixes):

@@ -104,8 +104,9 @@ def _create_and_send_descriptors(
                 peer, _ = _with_timeout(listener, deadline).accept()
                 # Every user of the host can connect.
                 said = _with_timeout(peer, deadline).recv(_RANK.size) if _uid(peer) == os.geteuid() else b""
-                if said:
-                    peers[_RANK.unpack(said)[0]] = peer
+                other = _RANK.unpack(said)[0] if len(said) == _RANK.size else 0
+                if 0 < other < size and other not in peers:
+                    peers[other] = peer
                 else:
                     peer.close()
         for _ in range(count):

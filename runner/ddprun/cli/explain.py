@@ -150,5 +150,5 @@ def _measure_and_forecast(
         if warning := run_measurement(explained.loaded, stacks, run_dir):
             say(f"warning: {warning}; measure again when it is quiet")
         say(f"--from {run_dir} reuses its results")
-    models = cost_models_of_run(run_dir, measured_links, explained.loaded, cores=cores)
+    models = list(cost_models_of_run(run_dir, measured_links, explained.loaded, cores=cores))
     return forecasting.forecast(explained, models, links, sweep), run_dir

@@ -43,7 +43,7 @@ def report(
     target = output if output is not None else runs[0] / "report.html"
     try:
         prediction = PredictionFile.read(predicted) if predicted else None
-        found = [Run(folder) for folder in dict.fromkeys(runs)]
+        found = [Run(folder) for folder in {one.resolve(): one for one in runs}.values()]
         digests = [digest_run(run) for run in found]
         compared = [compare_stages(one, prediction) for one in digests] if prediction else []
         named = html.with_short_names(digests)

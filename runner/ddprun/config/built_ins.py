@@ -26,7 +26,7 @@ NonEmptyString = Annotated[str, Field(min_length=1)]
 OneOrMore = Annotated[
     tuple[NonEmptyString, ...],
     Field(strict=False, min_length=1),
-    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    BeforeValidator(lambda value: [value] if isinstance(value, str) and value else value),
     WithJsonSchema({"anyOf": [_STRING_SCHEMA, {"type": "array", "items": _STRING_SCHEMA, "minItems": 1}]}),
 ]
 """A list of strings, or one by itself."""

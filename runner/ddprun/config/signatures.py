@@ -13,7 +13,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Optional, Union, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -122,6 +122,13 @@ class _Tuple:
 # What a file gives for the names in torch's annotations.
 _TYPES: dict[str, Any] = {kind.__name__: kind for kind in (float, int, bool, str, list)}
 _TYPES |= {"Literal": Literal, "tuple": _Tuple, "Iterable": list, "Tensor": list[float]}
+_TYPES |= {
+    "Optional": Optional,
+    "Union": Union,
+    "Tuple": _Tuple,
+    "List": list,
+    "Sequence": list,
+}  # torch 2.11
 
 
 def _type_in_file(annotation: str) -> Any:
@@ -130,7 +137,7 @@ def _type_in_file(annotation: str) -> Any:
         found = eval(annotation.replace("float | Tensor", "float"), {"__builtins__": {}}, _TYPES)
     except (NameError, TypeError):
         return Any
-    several = isinstance(found, UnionType) and len(set(get_args(found)) - {NoneType}) > 1
+    several = get_origin(found) in (Union, UnionType) and len(set(get_args(found)) - {NoneType}) > 1
     return Annotated[found, WrapValidator(_number_or_list)] if several else found
 
 

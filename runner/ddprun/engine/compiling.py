@@ -278,7 +278,7 @@ def _compile_error(loaded: LoadedPipeline, error: BaseException) -> PipelineErro
     elif "Python.h" in text:
         problem = "torch.compile finds no Python.h on this host"
         hint = "install the headers of Python (python3-dev)"
-    elif "failed to map segment" in text:
+    elif any(one in text for one in ("failed to map segment", "Permission denied", "Read-only file system")):
         problem, hint = "torch.compile may not execute what it has built", _CACHE_HINT
     elif isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit):
         key = "compile.fullgraph"

@@ -30,6 +30,7 @@ from ddprun.engine.build import HeldOutData
 from ddprun.engine.data import (
     BatchDataset,
     ErrorFactory,
+    all_gather_number,
     dataloader_options,
     is_iterable,
 )
@@ -428,6 +429,10 @@ def _iterable_batches(session: Session, held_out: HeldOutData) -> Iterator[tuple
     while True:
         with rng():
             of_all_ranks = list(islice(numbered, size * ranks))
+        counts = all_gather_number(runtime.exchange.control, len(of_all_ranks), "samples to evaluate on")
+        if min(counts) != max(counts):
+            problem = f"it ends earlier on rank {counts.index(min(counts))} than on others"
+            raise held_out.make_error(problem, "have each rank read all of it")
         if not of_all_ranks:
             return
         for part, count in passes_of_rank(of_all_ranks, size, rank, ranks):

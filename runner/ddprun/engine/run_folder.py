@@ -102,7 +102,8 @@ def find_leaders(loaded: LoadedPipeline, folder: RunFolder, ranks: Ranks) -> tup
         try:
             _make_or_take_over(loaded, folder)
         except RunFolderError as error:
-            where = f"on {ranks.host}, which does not see the run folder of rank 0's host"
+            where = f"on {ranks.host}, which does not see rank 0's run folder"
+            where += "; hosts that share a disk must share it with rank 0's host"
             raise RunFolderError(f"{error} ({where})") from None
     ranks.gather("leaders", None)
     return leaders

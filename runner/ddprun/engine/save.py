@@ -103,6 +103,6 @@ def _saved_tensors(model: nn.Module, *, only_trainable: bool) -> dict[str, Tenso
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor) and (value.requires_grad or not only_trainable):
             own = value.detach()
-            tied = own.data_ptr() or name, own.shape, own.stride()
+            tied = own.data_ptr() or name, own.dtype, own.shape, own.stride()
             found.setdefault(tied, (plain_name(name), own))
     return dict(found.values())

@@ -94,17 +94,24 @@ def groups_of(turn: Turn, optimizer: Optimizer) -> list[dict[str, Any]]:
     """The parameter groups of a turn; no group is of two turns of a stage (`check_groups_of_turns`)."""
     if turn.name is None:
         return optimizer.param_groups
-    ids = set(map(id, turn.params.values()))
-    return [group for group in optimizer.param_groups if any(id(param) in ids for param in group["params"])]
+    return [group for group in optimizer.param_groups if _is_of(turn, group)]
 
 
-def group_names(loaded: LoadedPipeline, turns: Turns, optimizer: Optimizer) -> list[str]:
+def _is_of(turn: Turn, group: Mapping[str, Any]) -> bool:
+    return not {*map(id, turn.params.values())}.isdisjoint(map(id, group["params"]))
+
+
+def group_names(loaded: LoadedPipeline, turns: Turns, optimizer: Optimizer, model: nn.Module) -> list[str]:
     """What reports call the parameter groups: their turns and patterns, `others` of a second optimizer."""
-    names, found = {id(param): name for name, param in turns.trained.items()}, list[str]()
+    all_names, found = dict[int, list[str]](), list[str]()
+    for name, param in model.named_parameters(remove_duplicate=False):
+        all_names.setdefault(id(param), []).append(plain_name(name))
     for group in optimizer.param_groups:
-        name = plain_name(next((names[id(one)] for one in group["params"] if id(one) in names), ""))
-        parts = [f"turn {turn.name}" for turn in turns.all() if turn.name and name in turn.params]
-        parts += next((one.match for one in loaded.pipeline.groups if matches(name, one.match)), [])
+        names = next((all_names[id(one)] for one in group["params"] if id(one) in all_names), [])
+        its_turns = (one for one in turns.all() if one.name and _is_of(one, group))
+        parts = [f"turn {turn.name}" for turn in its_turns]
+        given = loaded.pipeline.groups
+        parts += next((one.match for one in given if any(matches(name, one.match) for name in names)), [])
         parts += ["others"] if group.get("others") else []
         found.append(", ".join(dict.fromkeys(parts)) or "the rest")
     return found

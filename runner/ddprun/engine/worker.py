@@ -224,7 +224,7 @@ def _announce(session: Session) -> None:
         pipeline=pipeline.name,
         buckets=runtime.turns.buckets,
         digest=runtime.loaded.digest(),
-        groups=group_names(runtime.loaded, runtime.turns, runtime.optimizer),
+        groups=group_names(runtime.loaded, runtime.turns, runtime.optimizer, runtime.model),
     )
     # What the model's buffers do, and what follows from that under the file's settings.
     use = runtime.buffers.use

@@ -113,9 +113,13 @@ def _parameter_drift_text(settings: StepStageSettings) -> str:
     always = "No parameters are sent in a forward pass, in this stage or any other."
     if settings.uses_noop:
         return f"{always} noop sends no gradients, so ranks diverge."
-    if settings.plan.gradients == "all" and settings.mutate is None:
+    if settings.plan.gradients == "all":
+        if settings.mutate is not None:
+            return f"{always} mutate changes each rank's own, and ranks average gradients, not parameters."
         why = "All ranks start with the same values, and take every step by the same mean gradient"
         return f"{always} {why}, so they stay equal."
+    if not (settings.has_backward or settings.update or settings.mutate):
+        return f"{always} Nothing changes them in this stage."
     return f"{always} Each rank's changes stay its own until ranks synchronise."
 
 
@@ -131,7 +135,8 @@ def _buffers_text(stage: StageExplanation, setting: BufferSettings, explained: E
     if use.changing and setting.when == "never":
         when += " Each rank keeps its own."
     elif use.changing:
-        when += " They are sent before evaluate and save."
+        also = " also" if moments else ""
+        when += f" They are{also} sent before evaluate and save."
     all_bytes = format_bytes(sum(one.nbytes for one in explained.buffers.values()))
     ddp = f"DDP's own broadcast would send {all_bytes} before each forward pass."
     return f"{flow_yaml(setting.to_plain_data())}: {use.describe()}. {when} {ddp}"

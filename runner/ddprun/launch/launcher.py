@@ -57,6 +57,8 @@ def detect_launcher(environment: Mapping[str, str], flags: Flags) -> Launcher | 
     if "PET_NODE_RANK" in environment or "PET_MASTER_ADDR" in environment:
         # Torchrun's own code reads these variables as its flags.
         nodes, node = environment.get("PET_NNODES", "1"), _number(environment, "PET_NODE_RANK", 0)
+        if not (most := nodes.rpartition(":")[2]).isdecimal() or node >= int(most):
+            raise LauncherError(f"PET_NODE_RANK is {node}, and PET_NNODES {nodes}; hosts count from 0")
         return Launcher(f"Kubeflow Trainer's variables (PET_…): host {node} of {nodes}", is_first=node == 0)
     by_srun = _srun_launcher(environment, flags)
     if "RANK" in environment or (by_srun is None and "WORLD_SIZE" in environment):

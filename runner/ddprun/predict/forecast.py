@@ -225,7 +225,7 @@ def optimizer_bytes(optimizer: Optimizer) -> int | None:
 
 
 def _memory(explained: Explanation, stage: StageExplanation, optimizer: int | None) -> dict[str, int | None]:
-    parameters, buffers = explained.parameters or {}, explained.buffers or {}
+    parameters, buffers = explained.parameters, explained.buffers
     trained = sum(one.nbytes for one in parameters.values() if one.requires_grad)
     exchanges = {id(one): one for pattern in stage.patterns for one in pattern.exchanges}.values()
     states = [bucket.state for one in exchanges if one.route.uses_hooks for bucket in one.buckets]

@@ -5,7 +5,7 @@ import reprlib
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -150,7 +150,7 @@ def cost_models_of_run(
     like: LoadedPipeline | None = None,
     *,
     cores: float | None = None,
-) -> list[CostModel]:
+) -> Iterator[CostModel]:
     """The cost model of a run in a folder, which had these links; `cores`: of a host, if not as recorded.
     After it those of each half, if the run takes the same stages twice, as a short run does.
     `like` says of an observed script what its records do not. Raises NoRunError, CostsUnknownError if its
@@ -181,7 +181,7 @@ def cost_models_of_run(
         nothing = [StageCosts()] * half
         parts += [replace(costs, stages=[*costs.stages[:half], *nothing])]
         parts += [replace(costs, stages=[*nothing, *costs.stages[half:]])]
-    return [fit_cost_model(explained, one, links) for one in parts]
+    return (fit_cost_model(explained, one, links) for one in parts)
 
 
 def _script_as_pipeline(run: Run, like: LoadedPipeline) -> LoadedPipeline:

@@ -218,7 +218,7 @@ class BufferSettings(Options):
     them equal before evaluate and save."""
 
     every: PositiveInt | None = None
-    """Steps from one time to the next, which says `when: every`."""
+    """Steps from one time to the next; implies `when: every`."""
 
     reduce: Literal["broadcast", "mean"] = "broadcast"
     """`broadcast`: all ranks take those of rank 0. `mean`: all ranks take their mean."""

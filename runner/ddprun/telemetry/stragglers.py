@@ -123,7 +123,8 @@ class StragglerDetector:
         self.current = found
         same = ("rank", "cause", "bucket")
         if before is not None and all(getattr(before, name) == getattr(found, name) for name in same):
-            found.late_us = (before.late_us + found.late_us) / 2
+            known, more = before.last_step - before.first_step, found.last_step - before.last_step
+            found.late_us = (before.late_us * known + found.late_us * more) / (known + more)
             found.first_step = before.first_step
             self.episodes[-1] = found
             return False

@@ -22,7 +22,7 @@ import structlog
 import torch
 
 from ddprun import __version__
-from ddprun.run_files import JunkBudget, names_in, open_file, parse_json, replace_atomically
+from ddprun.run_files import MAX_LINE_BYTES, JunkBudget, names_in, open_file, parse_json, replace_atomically
 from ddprun.telemetry.records import Event, Summary
 from ddprun_hooks.comm.control import ControlChannel
 from ddprun_hooks.comm.trace import now_us
@@ -263,10 +263,13 @@ def _truncate(run_dir: Path, name: str, stays: Callable[[bytes], bool]) -> None:
             return  # nothing can be mapped
         junk = JunkBudget(name)
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            end = data.rfind(b"\n") + 1
+            end = data.rfind(b"\n", max(0, size - MAX_LINE_BYTES)) + 1
             junk.spend(size - end)
             while end:
-                start = data.rfind(b"\n", 0, end - 1) + 1
+                lowest = max(0, end - MAX_LINE_BYTES)
+                start = data.rfind(b"\n", lowest, end - 1) + 1
+                if lowest and not start:
+                    junk.spend(end)  # longer than any record
                 try:
                     if stays(data[start:end]):
                         break

@@ -187,7 +187,7 @@ class Search:
         """The cost model of the run that `--from` names, or of a short one with all stacks of hooks."""
         request, loaded = self._request, self._request.loaded
         if request.measured_run is not None:
-            return cost_models_of_run(request.measured_run, Links(), loaded)[0]
+            return next(cost_models_of_run(request.measured_run, Links(), loaded))
         stacks = distinct_stacks_without_noop(candidate.settings.hook_specs for candidate in found)
         run_dir = self.folder / "costs"
         self._say(f"a short run measures what steps cost here, in {run_dir}")
@@ -196,7 +196,7 @@ class Search:
         if warning := run_measurement(loaded, stacks, run_dir, overrides=overrides, limit_s=limit_s):
             self._say(f"warning: {warning}")
         try:
-            model = cost_models_of_run(run_dir, Links())[0]
+            model = next(cost_models_of_run(run_dir, Links()))
         except (CostsUnknownError, NoRunError) as error:
             if time.monotonic() < began_us / 1e6 + limit_s:
                 raise

@@ -162,7 +162,7 @@ def _contents_row(pending: WatchedCollective) -> tuple[str, str]:
     if pending.kind is None:
         return "for", pending.description
     names = [param.name for param in pending.params]
-    shown = abbreviated_list(names, _PARAMS_SHOWN)
+    shown = abbreviated_list(names, _PARAMS_SHOWN) or "the exact mean"
     return "bucket", f"{pending.bucket} ({pending.kind}): {shown}"
 
 

@@ -549,7 +549,10 @@ def _cluster_client() -> Iterator[Any]:
         hint = "; kubernetes.kind: job needs no Kubeflow Trainer" if is_trainer else ""
         raise ClusterError(f"the cluster at {settings.host} does not have it: {error}{hint}") from None
     except ApiException as error:
-        why = api_exception(error).summary()
+        try:
+            why = api_exception(error).summary()
+        except ValueError:  # no JSON, although it says so
+            why = error.reason
         raise ClusterError(f"the cluster at {settings.host} refuses: {why}") from None
     except HTTPError as error:
         raise ClusterError(f"the cluster at {settings.host} does not answer: {error}") from None

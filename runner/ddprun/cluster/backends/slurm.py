@@ -44,9 +44,11 @@ _PRINTABLE = r"[^\x00-\x1f\x7f\"\\]*"
 
 _RESERVED_OPTIONS = {
     "array": "submit each run by itself",
+    "no-requeue": "write slurm.warn_s: 0",
     "ntasks": "there is one task on each host; write launch.nproc_per_node",
     "ntasks-per-node": "there is one task on each host; write launch.nproc_per_node",
     "output": "the job's output is next to the run's folder",
+    "signal": "write slurm.warn_s",
     "test-only": "use submit --dry-run",
     "wait": "use submit --follow",
     "wrap": "submit writes the script",
@@ -136,7 +138,7 @@ class Slurm(Cluster):
         options: Annotated[
             dict[str, str | int | float | bool], CustomValidator(_check_options, _OPTIONS_SCHEMA)
         ] = Field(default={})
-        """Long options of sbatch, as in {mem: 64G, exclusive: true}, which go before what ddprun writes."""
+        """Long options of sbatch, as in {mem: 64G, exclusive: true}; they replace what ddprun would write."""
 
     job_contains_pipeline = False
     flags: ClassVar[Mapping[str, Flag]] = {

@@ -319,7 +319,7 @@ def _evaluate_keep_best_and_stop(pipeline: Pipeline) -> Iterator[KeyConflict]:
                 allowed = f"allowed: {', '.join(['loss', *measured])}"
                 yield KeyConflict(f"{stage.key_path(key)}.metric", text, allowed)
             elif choice and mode is None and (choice.source != "built-in" or choice.name != metric):
-                text = f'which values of "{metric}" are better is not known'
+                text = f'it is not known which values of "{metric}" are better'
                 yield KeyConflict(stage.key_path(key), text, "write mode: min, or mode: max")
         if settings.plan.keeps_apart:
             text = f'"evaluate" clashes with {setting_text(stage, "sync", settings.sync)}: each rank '
