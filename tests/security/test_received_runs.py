@@ -442,7 +442,10 @@ def test_a_report_waits_for_nothing(
     _put(kind, folder / name, tmp_path / "whole")
     assert main(["report", str(folder)]) == 2
     told = capsys.readouterr().err
-    assert f"{Path(name).name} is {'not a regular file' if kind == 'pipe' else 'a symbolic link'}" in told
+    wrong = (
+        "a symbolic link" if kind != "pipe" else "not a folder" if name == "steps" else "not a regular file"
+    )
+    assert f"{Path(name).name} is {wrong}" in told
     assert "Traceback" not in told
 
 

@@ -222,6 +222,32 @@ def test_a_loss_that_is_not_a_number_is_in_one_message() -> None:
     assert left.values.tolist() == [0.0, 0.0]
 
 
+def test_adding_up_goes_on_from_a_checkpoint() -> None:
+    """Whose keys are these, whatever a message looks like."""
+    plain = {
+        "samples": 2,
+        "steps": 1,
+        "us": 30,
+        **dict(zip(OWN_PARTS, range(1, 8), strict=True)),
+        "last_step": 9,
+        "first_finding": 0,
+        "loss": [0.5, 2.0],
+        "values": {"fit": [0.25, 2.0], "old": [0.5, 2.0]},
+    }
+    both = Accumulator.from_state_dict(plain, ["fit", "old"])
+    assert both.state_dict(["fit", "old"]) == plain
+    now = Accumulator.from_state_dict(plain, ["new", "fit"])  # renamed, and in another order
+    assert now.values.tolist() == pytest.approx([0.5, math.nan, 0.25, 2.0, 0.0, 2.0], nan_ok=True)
+    before = Accumulator.from_state_dict(plain, [])
+    own = before.make_messages(
+        resolve_steps(buffer_of([step_of(10, 3)]), Clock(), every=1), columns=ReadyColumns([]), offset_us=0.0
+    )
+    (numbers,) = own.numbers
+    assert own.steps == [10]
+    assert numbers[[SAMPLES_AT, STEPS_AT, US_AT]].tolist() == [5, 2, 40]
+    assert own.values.tolist() == [[0.5 + 3 * float(torch.tensor(1.0)), 5.0]]
+
+
 def test_micro_batches_of_a_step_are_added_up() -> None:
     """Each by its samples; one without any counts nothing, whatever its loss is."""
     step = step_of(1, 3)

@@ -15,6 +15,7 @@ from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.session import Session
 from ddprun.engine.state import StateError, raise_damaged_on_error, restore
 from ddprun.sync.exchanger import can_be_averaged, mean_of, mean_optimizer_state
+from ddprun.telemetry.control_message import Accumulator
 from ddprun.telemetry.steps import totals_of_other_ranks
 from ddprun.telemetry.writer import truncate_records
 
@@ -187,6 +188,7 @@ def _reshard_state(session: Session, shared: dict[str, Any], own: Sequence[dict[
     totals = [one["telemetry"]["totals"] for one in own]
     state["telemetry"] = {
         "totals": totals_of_other_ranks(totals, rank, ranks),
+        "round": Accumulator().state_dict([]),
         "own_loss": own[0]["telemetry"]["own_loss"],
         "stragglers": own[0]["telemetry"]["stragglers"],
     }

@@ -10,9 +10,11 @@ first finding of hooks, and times at which buckets were ready, in microseconds o
 The loss and the numbers beside it travel behind a message: sums since the message before, then weights.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
@@ -98,6 +100,22 @@ class Accumulator:
     first_finding: int = 0  # code of the first bucket that did not come back finite
     traces_with_findings: list[BucketTrace[int]] = field(default_factory=list)  # of hooks
     values: FloatArray = field(default_factory=lambda: np.zeros(0))  # as in messages; empty: none so far
+
+    def state_dict(self, value_names: Sequence[str]) -> dict[str, Any]:
+        """As a checkpoint can hold it, with the numbers beside the loss by name."""
+        sums = dict(zip(SUMS, self.sums.tolist(), strict=True))
+        about = {"last_step": self.last_step, "first_finding": self.first_finding}
+        loss, *pairs = self.sums_of_values(2 + 2 * len(value_names)).reshape(2, -1).T.tolist()
+        return {**sums, **about, "loss": loss, "values": dict(zip(value_names, pairs, strict=True))}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any], value_names: Sequence[str]) -> "Accumulator":
+        """From what `state_dict` returned. A number that had another name is NaN until the next message."""
+        sums = np.array([state[name] for name in SUMS], dtype=np.float64)
+        unknown = [math.nan if sums[SAMPLES_AT] else 0.0, 0.0]
+        pairs = [state["loss"], *(state["values"].get(name, unknown) for name in value_names)]
+        values = np.array(pairs, dtype=np.float64).T.ravel()
+        return cls(sums, state["last_step"], state["first_finding"], values=values)
 
     def sums_of_values(self, count: int) -> FloatArray:
         """What has been added up of numbers beside the loss: so many sums and weights."""

@@ -447,6 +447,7 @@ class StepRecorder:
         """What has been added up; after `wait_for_messages`."""
         return {
             "totals": [*self.totals.values()],
+            "round": self._accumulator.state_dict(self.value_names),
             "own_loss": self.own_loss,
             "stragglers": self.stragglers.state_dict(),
         }
@@ -454,6 +455,7 @@ class StepRecorder:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on adding up."""
         self.totals = dict(zip(TOTALS, state["totals"], strict=True))
+        self._accumulator = Accumulator.from_state_dict(state["round"], self.value_names)
         self.own_loss = state["own_loss"]
         self.stragglers.load_state_dict(state["stragglers"])
 
