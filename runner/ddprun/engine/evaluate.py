@@ -405,6 +405,7 @@ def _checked(held_out: HeldOutData, content: Any) -> Any:
 def _map_style_batches(session: Session, held_out: HeldOutData) -> Iterator[tuple[Any, int]]:
     runtime, dataset, loader = session.runtime, held_out.dataset, session.runtime.loaded.pipeline.loader
     rank, ranks = runtime.ranks.rank, runtime.ranks.size
+    _require_equal_data(session, held_out, len(dataset), ())  # which may have grown
     passes = list(passes_of_rank(range(len(dataset)), loader.batch_size, rank, ranks))
     batches = DataLoader(
         BatchDataset(dataset, None, held_out.collate),
