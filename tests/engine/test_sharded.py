@@ -54,6 +54,16 @@ class Picked(Dataset):
         return sample(self.places[index])
 
 
+class Growing(Picked):
+    asked = 0
+
+    def __getitem__(self, index):
+        self.asked += 1
+        if RANK and self.asked == 40:
+            self.places = range(61)
+        return super().__getitem__(index)
+
+
 class Augmented(Picked):
     '''Draws noise from the seeded generators.'''
 
@@ -133,6 +143,16 @@ def test_held_out_data_that_differs_between_ranks_is_refused(tmp_path: Path, hel
     assert "the first sample or the length of rank 1 differs from rank 0's; have each" in done.stderr
     assert "Traceback" not in done.stderr
     assert any((tmp_path / "run").glob("steps*")) == held_out.startswith("Row")
+
+
+def test_held_out_data_that_grows_on_one_rank_is_refused(tmp_path: Path) -> None:
+    """At the next evaluation: ranks would take other passes, and wait for each other."""
+    stages = "{train: {epochs: 2, evaluate: {every: 2}}}"
+    write(tmp_path, "Row", "by_rank: true}}, evaluate: {mine.Growing: {", "sharded: true", stages)
+    done = ddprun("p.yaml", "--nproc-per-node=2", "--run-dir=run", cwd=tmp_path)
+    assert done.code == EXIT_BAD_INPUT, done.stderr
+    assert "the first sample or the length of rank 1 differs from rank 0's" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("kind", ["Row", "Picked", "Augmented"])
