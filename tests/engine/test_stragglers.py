@@ -16,7 +16,7 @@ loader: {batch_size: 8}
 optimizer: {sgd: {lr: 0.01}}
 ddp: {bucket_cap_mb: 1}
 sync: SYNC
-stages: [{train: {steps: 64}}]
+stages: [{train: {steps: 96}}]
 checkpoint: {keep: 0}
 """
 
@@ -29,7 +29,7 @@ IN_TURNS = (
     text()
     .replace("tests.engine.late.Net: {where: nowhere}", "tests.engine.late.InTurns: {}")
     .replace(
-        "{steps: 64}", "{steps: 64, turns: [{name: first, match: f*}, {name: second, match: s*, every: 2}]}"
+        "{steps: 96}", "{steps: 96, turns: [{name: first, match: f*}, {name: second, match: s*, every: 2}]}"
     )
     .replace("loader:", "loss: model\nloader:")
 )
