@@ -5,9 +5,10 @@
 A byte-level transformer of 4.9 million parameters learns Python's standard library on two ranks, as the files
 `pipelines/language*.yaml`, `sparseloco.yaml` and `muloco.yaml` say. All methods see the same samples.
 
-In each of `--rounds` rounds, each method trains a few periods on two hosts (network namespaces; Linux, root)
-with a core each: without a limit on the link, from which steps over the links are predicted, and over each
-link. Medians over rounds count.
+In each of `--rounds` rounds, `ddprun doctor` measures each link between two hosts (network namespaces; Linux,
+root). Each method then trains a few periods on them, with a core each: without a limit on the link, and over
+each link. Steps over a link are predicted from the former and from what doctor has found. Medians over rounds
+count.
 
 Training runs without a link, since a link changes no bit: once for each method and seed, with a held-out loss
 every 200 steps. Plain DDP trains for `--steps`, the other methods for 1.4 times as many. The seconds to plain
@@ -22,7 +23,7 @@ import os
 import random
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,7 @@ from statistics import mean, median, stdev
 from typing import Any
 
 from benchmarks.page import ROOT, Pieces, print_head, print_row
-from benchmarks.two_hosts import HOSTS, Link, run
+from benchmarks.two_hosts import HOSTS, Link, doctor_report, run
 from tests.ranks import ddprun
 
 from ddprun.config import load
@@ -112,16 +113,25 @@ def _timed_run(folder: Path, method: Method, link: Link | None) -> Path:
     return folder / "run"
 
 
-def time_steps(method: Method) -> dict[str, list[float]]:
-    """A mean step over each link: its `seconds`, what is `predicted` from a run without a limit on the link,
-    and the part in which rank 0 is `computing`.
+def examine(link: Link) -> str:
+    """What `ddprun doctor` says of a link: its report as JSON."""
+    with tempfile.TemporaryDirectory() as scratch:
+        return doctor_report(Path(scratch), link).read_text()
+
+
+def time_steps(method: Method, reports: Sequence[str]) -> dict[str, list[float]]:
+    """A mean step over each link: its `seconds`, what is `predicted` from a run without a limit on the link
+    and from doctor's report of it, and the part in which rank 0 is `computing`.
     """
     found: dict[str, list[float]] = {"seconds": [], "computing": []}
     with tempfile.TemporaryDirectory() as scratch:
         folder = _timed_run(Path(scratch), method, None)
         model = next(cost_models_of_run(folder, Links(), cores=cores() / HOSTS))
         explained = explain(load(folder / "pipeline.yaml"), hosts=HOSTS, ranks_per_host=1)
-    links = [parse_links(*link.words) for link in LINKS]
+        links = []
+        for report in reports:
+            (folder / "link.json").write_text(report)
+            links.append(parse_links(str(folder / "link.json")))
     steps = [model.predict(explained.stages[0], explained.world, link) for link in links]
     found["predicted"] = [step.step_us / 1e6 for step in steps]
     for link in LINKS:
@@ -248,8 +258,11 @@ def main() -> None:
     pieces = Pieces("language", [asked.steps, asked.seeds, asked.rounds, links, files], asked.minutes)
     rounds: dict[Method, list[dict[str, list[float]]]] = {method: [] for method in chosen}
     for number in range(asked.rounds):
+        reports = [pieces.take(f"link {number} {link.mbit:g}", partial(examine, link)) for link in LINKS]
         for method in random.Random(number).sample(chosen, len(chosen)):
-            rounds[method].append(pieces.take(f"times {number} {method}", partial(time_steps, method)))
+            rounds[method].append(
+                pieces.take(f"times {number} {method}", partial(time_steps, method, reports))
+            )
     longer = EVERY * math.ceil(LONGER * asked.steps / EVERY)
     found: dict[Method, list[dict[str, Any]]] = {method: [] for method in chosen}
     for seed in range(asked.seeds):

@@ -19,6 +19,12 @@ HOSTS = 2
 TIMEOUT_S = 300
 _BURST_MS, _SMALLEST_BURST_KB, _LARGEST_BURST_KB = 1.0, 16, 70
 _FRAME_BYTES = 1514
+_RENDEZVOUS = (
+    f"--nnodes={HOSTS}",
+    "--rdzv-backend=c10d",
+    "--rdzv-endpoint=node0:29400",
+    "--rdzv-id=two-hosts",
+)
 
 
 @dataclass(frozen=True)
@@ -109,11 +115,8 @@ def started(
         words = [
             file,
             *settings,
-            f"--nnodes={HOSTS}",
+            *_RENDEZVOUS,
             f"--nproc-per-node={local}",
-            "--rdzv-backend=c10d",
-            "--rdzv-endpoint=node0:29400",
-            "--rdzv-id=two-hosts",
             f"--run-dir={run_dir}",
         ]
         running = [
@@ -129,6 +132,22 @@ def started(
             for number, one in enumerate(running):
                 _pin(one.process.pid, set(usable[number::HOSTS]))
         yield made, running
+
+
+def doctor_report(folder: Path, link: Link) -> Path:
+    """Have `ddprun doctor` measure a link between two hosts; gives its report, a new file in `folder`.
+
+    Raises:
+        RuntimeError: it could not.
+        subprocess.TimeoutExpired: it took longer than five minutes.
+    """
+    words = ("doctor", "--format=json", *_RENDEZVOUS)
+    with hosts(HOSTS) as made, link.between(made), contextlib.ExitStack() as stack:
+        running = [stack.enter_context(Running(*words, cwd=folder, prefix=host.prefix())) for host in made]
+        finished = [one.wait(TIMEOUT_S) for one in running]
+    file = folder / f"link-{link.mbit:g}.json"
+    file.write_text(finished[0].stdout)
+    return file
 
 
 def _pin(pid: int, cores: set[int]) -> None:

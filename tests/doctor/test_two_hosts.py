@@ -5,8 +5,10 @@ import time
 from pathlib import Path
 
 import pytest
+from benchmarks.two_hosts import Link, doctor_report
 
 from ddprun.doctor.links import ELASTIC_TIMEOUT_S
+from ddprun.predict.links import slowest_link_in_report
 from tests.doctor.ailing import (
     FLAGS,
     PORT,
@@ -25,6 +27,7 @@ from tests.ranks import Running
 
 pytestmark = [needs_namespaces, pytest.mark.netns]
 
+WITH_LATENCY = Link(100, 10)
 EPHEMERAL = (32768, 60999)
 """net.ipv4.ip_local_port_range, Linux's default, which a new network namespace has."""
 
@@ -73,6 +76,13 @@ def test_one_slow_direction_is_told_from_the_other(tmp_path: Path) -> None:
     assert each["node1 to node0"] == pytest.approx(100, rel=0.1)
     assert each["node0 to node1"] > 300
     assert "one direction is slower" in bandwidth["do"]
+
+
+@pytest.mark.skipif(WITH_LATENCY.refusal() is not None, reason=str(WITH_LATENCY.refusal()))
+def test_a_latency_is_measured_as_explain_takes_it(tmp_path: Path) -> None:
+    """One way, as `--latency` is: not that of a message so small that Gloo sends it in fewer rounds."""
+    link = slowest_link_in_report(doctor_report(tmp_path, WITH_LATENCY))
+    assert link.latency_s == pytest.approx(10e-3, rel=0.2)
 
 
 @needs_firewall

@@ -36,6 +36,7 @@ _FIRST_BYTES, _MAX_MESSAGE_BYTES = 64 << 10, 64 << 20
 _MIN_TIMED_S, _TARGET_TIMED_S = 0.05, 0.2
 _REPEATS, _REPEATS_S = 5, 2.0
 _LONG_CALL_S = 0.25  # once a message takes so long, no longer ones are measured
+_SMALL_NUMBERS = 64  # as many latencies as a gradient bucket: Gloo sends one or two numbers in half as many
 _WARM_UP_BARRIERS, _MOST_BARRIERS, _TOTAL_BARRIERS_S = 5, 200, 1.0
 _MAX_CPU_SHARE = 0.25
 
@@ -229,7 +230,7 @@ class _LinkBenchmark:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._small = torch.zeros(1, device=device)
+        self._small = torch.zeros(_SMALL_NUMBERS, device=device)
         self._memory = torch.empty(_MAX_MESSAGE_BYTES // self._small.element_size(), device=device).zero_()
         self.largest_bytes = 0  # size of the largest message
 
