@@ -23,6 +23,7 @@ from ddprun.doctor.links import (
     listen_on_ports,
     measured_pairs,
     port_findings,
+    rates_by_bytes,
 )
 from ddprun.host.dev_shm import ShmSpace
 from ddprun.units import format_duration
@@ -219,23 +220,27 @@ def test_dev_shm_is_held_against_loading_processes_and_nccl(free: int, nccl: boo
 
 
 @pytest.mark.parametrize(
-    ("busy", "told"),
+    ("latency_s", "busy", "told"),
     [
-        (0.1, [1 << 18, 1 << 20, 1 << 22]),  # 64 KiB take hardly longer than a small all-reduce
-        (0.5, []),  # a veth pair on one machine: copying is the work
+        (0.001, 0.1, [1 << 16, 1 << 18, 1 << 20, 1 << 22]),
+        (0.01, 0.1, [1 << 18, 1 << 20, 1 << 22]),  # 64 KiB take hardly longer than a small all-reduce
+        (0.4, 0.1, [1 << 24]),  # between continents
+        (0.001, 0.5, []),  # a veth pair on one machine: copying is the work
     ],
 )
 def test_sizes_that_say_more_of_the_hosts_than_of_the_link_are_left_out(
-    monkeypatch: pytest.MonkeyPatch, busy: float, told: list[int]
+    monkeypatch: pytest.MonkeyPatch, latency_s: float, busy: float, told: list[int]
 ) -> None:
-    """At 100 Mbit/s and 10 ms, with so much of each call on a CPU; measuring ends with long calls."""
-    rate, latency_s = 100e6 / 8, 0.01
+    """At 100 Mbit/s, with so much of each call on a CPU; measuring ends once the link is busy for long."""
+    rate = 100e6 / 8
 
     def repeat(_benchmark: object, _collective: object, nbytes: int) -> list[_CallTiming]:
         took_s = nbytes / rate + 2 * latency_s
         return [_CallTiming(took_s + late_s, busy * took_s) for late_s in (0.0, 0.0, 0.1)]
 
-    monkeypatch.setattr(_LinkBenchmark, "_repeat", repeat)
-    found = _LinkBenchmark(torch.device("cpu")).bandwidth_by_bytes(lambda _: None, latency_s)
+    monkeypatch.setattr(_LinkBenchmark, "repeat", repeat)
+    calls = _LinkBenchmark(torch.device("cpu")).time_all_reduces(latency_s)
+    assert max(calls) == max([1 << 22, *told])
+    found = rates_by_bytes(calls, latency_s, by_cpu=True)
     assert [nbytes for nbytes, _ in found] == told
     assert [mbit for _, mbit in found] == pytest.approx([100.0] * len(told))

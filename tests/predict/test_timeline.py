@@ -96,10 +96,14 @@ def test_each_message_goes_at_the_rate_of_its_size(rounds: int, messages: int) -
     assert played.step_us == pytest.approx(busy_us + 100)
 
 
-@pytest.mark.parametrize(("sent", "latency_us"), [(0.0, 40), (3.0, 37), (60.0, 30)])
-def test_a_message_that_is_sent_hides_latency_of_another(sent: float, latency_us: float) -> None:
-    """Up to a quarter, where two are on their way."""
-    links = Links(across=Link(1e6, 10e-6))
+@pytest.mark.parametrize(
+    ("sent", "latency_us", "rates"), [(0.0, 40, ()), (3.0, 37, ()), (60.0, 30, ()), (60.0, 40, ((60, 1e6),))]
+)
+def test_a_message_that_is_sent_hides_latency_of_another(
+    sent: float, latency_us: float, rates: tuple[tuple[float, float], ...]
+) -> None:
+    """Up to a quarter, where two are on their way; rates that were measured by all-reduces have it already."""
+    links = Links(across=Link(1e6, 10e-6, rates))
     for rounds in (1, 2):
         counts: Mapping[LinkLevel, float] = {"across": 4 * rounds}
         ring = SimulatedCollective(0.0, {"across": rounds * sent}, rounds, counts, double_buffered=True)

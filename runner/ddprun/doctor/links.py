@@ -9,7 +9,7 @@ import json
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -33,9 +33,8 @@ _MAX_CONNECTIONS = 32
 _MAX_PENDING = 1024  # connections from other hosts to one port
 
 _FIRST_BYTES, _MAX_MESSAGE_BYTES = 64 << 10, 64 << 20
-_MIN_TIMED_S, _TARGET_TIMED_S = 0.05, 0.2
 _REPEATS, _REPEATS_S = 5, 2.0
-_LONG_CALL_S = 0.25  # once a message takes so long, no longer ones are measured
+_LONG_TRANSFER_S = 0.2  # once a message has the link busy for so long, no longer ones are measured
 _SMALL_NUMBERS = 64  # as many latencies as a gradient bucket: Gloo sends one or two numbers in half as many
 _WARM_UP_BARRIERS, _MOST_BARRIERS, _TOTAL_BARRIERS_S = 5, 200, 1.0
 _MAX_CPU_SHARE = 0.25
@@ -186,10 +185,9 @@ class LinkMeasurement:
     there_mbit: float  # Megabits a second from the first host to the second, by a broadcast
     back_mbit: float
     both_mbit: float  # each way, by an all-reduce, which sends both ways at once
-    nbytes: int  # largest message
-    # Bytes of an all-reduce, and Mbit/s each way without the latency, by increasing size: a link may carry
-    # long messages at another rate than short ones. Without sizes that say more of the hosts than of the
-    # link: most of their time is latency, or a quarter the work of a CPU.
+    nbytes: int  # of these messages, whose latency does not count
+    # Bytes of an all-reduce, and Mbit/s each way, by increasing size: a link may carry long messages at
+    # another rate than short ones.
     both_by_bytes: Sequence[tuple[int, float]]
 
 
@@ -208,10 +206,16 @@ def measure_host_link(
         took = _median_s(link.time_calls(_WARM_UP_BARRIERS))
         count = max(_WARM_UP_BARRIERS, min(_MOST_BARRIERS, int(_TOTAL_BARRIERS_S / took)))
         latency_s = _median_s(link.time_calls(count))
-        both = link.bandwidth(dist.all_reduce)
-        there, back = (link.bandwidth(partial(dist.broadcast, src=source)) for source in (0, 1))
-        by_bytes = link.bandwidth_by_bytes(dist.all_reduce, latency_s)
-        return LinkMeasurement(backend, latency_s, there, back, both, link.largest_bytes, by_bytes)
+        all_reduces = link.time_all_reduces(latency_s)
+        *_, nbytes = all_reduces
+        both = _mbit_per_s(nbytes, all_reduces[nbytes], 2 * latency_s)
+        there, back = (
+            # Each of its messages takes as long as one of the all-reduce's two.
+            _mbit_per_s(nbytes, link.repeat(partial(dist.broadcast, src=source), nbytes), 1.5 * latency_s)
+            for source in (0, 1)
+        )
+        by_bytes = rates_by_bytes(all_reduces, latency_s, by_cpu=device.type == "cpu")
+        return LinkMeasurement(backend, latency_s, there, back, both, nbytes, by_bytes)
     finally:
         dist.destroy_process_group()
 
@@ -232,7 +236,6 @@ class _LinkBenchmark:
         self._device = device
         self._small = torch.zeros(_SMALL_NUMBERS, device=device)
         self._memory = torch.empty(_MAX_MESSAGE_BYTES // self._small.element_size(), device=device).zero_()
-        self.largest_bytes = 0  # size of the largest message
 
     def time_calls(self, count: int, send: Callable[[], object] = lambda: None) -> list[_CallTiming]:
         """`count` calls of `send`, each followed by a small all-reduce."""
@@ -247,34 +250,19 @@ class _LinkBenchmark:
         dist.broadcast(found, 0)
         return [_CallTiming(*one) for one in found.tolist()]
 
-    def bandwidth(self, collective: Callable[[torch.Tensor], object]) -> float:
-        """Median bandwidth in Mbit/s, in the direction that carries more."""
-        nbytes = _FIRST_BYTES
-        while (took := self._time(collective, nbytes).wall_s) < _MIN_TIMED_S and nbytes < _MAX_MESSAGE_BYTES:
-            nbytes *= 4
-        if took < _TARGET_TIMED_S:
-            nbytes = min(int(nbytes * _TARGET_TIMED_S / took), _MAX_MESSAGE_BYTES)
-        self.largest_bytes = max(self.largest_bytes, nbytes)
-        return 8e-6 * nbytes / _median_s(self._repeat(collective, nbytes))
-
-    def bandwidth_by_bytes(
-        self, collective: Callable[[torch.Tensor], object], latency_s: float
-    ) -> list[tuple[int, float]]:
-        """Sizes in bytes, and the median Mbit/s without the latency of the collective and the small one."""
-        found, nbytes, took_s = list[tuple[int, float]](), _FIRST_BYTES, 0.0
-        while nbytes <= _MAX_MESSAGE_BYTES and took_s < _LONG_CALL_S:
-            calls = self._repeat(collective, nbytes)
-            took_s = _median_s(calls)
-            # Disturbances add to both times: the least of some calls is the work itself.
-            least_s, least_cpu_s = map(min, zip(*calls, strict=True))
-            if self._device.type == "cpu" and least_cpu_s > _MAX_CPU_SHARE * least_s:
-                found.clear()  # nor do shorter ones say anything of the link
-            elif took_s > 3 * latency_s:
-                found.append((nbytes, 8e-6 * nbytes / (took_s - 2 * latency_s)))
+    def time_all_reduces(self, latency_s: float) -> dict[int, list[_CallTiming]]:
+        """All-reduces by their size in bytes, each followed by a small one; the last has the link busy for
+        long, and for longer than its latency, or is the largest.
+        """
+        found, nbytes, transfer_s = dict[int, list[_CallTiming]](), _FIRST_BYTES, 0.0
+        while nbytes <= _MAX_MESSAGE_BYTES and transfer_s < max(_LONG_TRANSFER_S, latency_s):
+            found[nbytes] = self.repeat(dist.all_reduce, nbytes)
+            transfer_s = _median_s(found[nbytes]) - 2 * latency_s
             nbytes *= 4
         return found
 
-    def _repeat(self, collective: Callable[[torch.Tensor], object], nbytes: int) -> list[_CallTiming]:
+    def repeat(self, collective: Callable[[torch.Tensor], object], nbytes: int) -> list[_CallTiming]:
+        """Some calls of a collective, each followed by a small all-reduce."""
         calls = list[_CallTiming]()
         while len(calls) < _REPEATS and sum(call.wall_s for call in calls) < _REPEATS_S:
             calls.append(self._time(collective, nbytes))
@@ -289,6 +277,29 @@ class _LinkBenchmark:
         dist.all_reduce(self._small)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def _mbit_per_s(nbytes: int, calls: Sequence[_CallTiming], latency_s: float) -> float:
+    """Median Mbit/s of so many bytes without the latency, unless that is most of the time."""
+    took_s = _median_s(calls)
+    return 8e-6 * nbytes / (took_s - latency_s if took_s > 1.5 * latency_s else took_s)
+
+
+def rates_by_bytes(
+    all_reduces: Mapping[int, Sequence[_CallTiming]], latency_s: float, *, by_cpu: bool
+) -> list[tuple[int, float]]:
+    """Sizes in bytes, and the Mbit/s of all-reduces. Without those that mostly take latency or, where a CPU
+    sends them, its work: they say more of the hosts than of the link, and so do shorter ones.
+    """
+    found = list[tuple[int, float]]()
+    for nbytes, calls in all_reduces.items():
+        # Disturbances add to both times: the least of some calls is the work itself.
+        least_s, least_cpu_s = map(min, zip(*calls, strict=True))
+        if by_cpu and least_cpu_s > _MAX_CPU_SHARE * least_s:
+            found.clear()
+        elif _median_s(calls) > 3 * latency_s:
+            found.append((nbytes, _mbit_per_s(nbytes, calls, 2 * latency_s)))
+    return found
 
 
 def link_findings(

@@ -279,7 +279,7 @@ class StepSimulator:
         for level, count in collective.latency_counts.items():
             link = getattr(self._machine.links, level)
             latency_us = 1e6 * link.latency_s * count / collective.rounds
-            if collective.double_buffered:
+            if collective.double_buffered and not link.rate_by_bytes:  # those are measured with it
                 sent = collective.bytes_by_level.get(level, 0.0) / collective.rounds
                 latency_us -= min(1e6 * link.seconds(sent), latency_us / 4)
             end += latency_us
