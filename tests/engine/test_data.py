@@ -115,6 +115,7 @@ def _in_group(body: Callable[..., Any], *arguments: Any) -> Any:
     dist.init_process_group("gloo")
     world, hosts = dist.group.WORLD, ("here",) * dist.get_world_size()
     assert world is not None
+    dist.barrier()  # rank 0 may be done, and take the store with it, before another one has joined
     return body(RankGroup("world", dist.get_rank(), hosts, [world]), *arguments)
 
 
