@@ -102,7 +102,7 @@ def test_each_message_goes_at_the_rate_of_its_size(rounds: int, messages: int) -
 def test_a_message_that_is_sent_hides_latency_of_another(
     sent: float, latency_us: float, rates: tuple[tuple[float, float], ...]
 ) -> None:
-    """Up to a quarter, where two are on their way; rates that were measured by all-reduces have it already."""
+    """Up to a quarter, where two are on their way; measured rates have it."""
     links = Links(across=Link(1e6, 10e-6, rates))
     for rounds in (1, 2):
         counts: Mapping[LinkLevel, float] = {"across": 4 * rounds}
