@@ -12,15 +12,9 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from ddprun_hooks.kernels import blocks, casts
+from ddprun_hooks.kernels import blocks
 
-_I32 = (
-    "numel",
-    "blocks_per_share",
-    "ranks",
-    "message_numel",
-    "count",
-)  # arguments that are whole numbers
+_I32 = ("numel", "blocks_per_share", "ranks")  # arguments that are whole numbers
 
 
 @dataclass(frozen=True)
@@ -44,9 +38,7 @@ def compile_all(capability: int) -> list[Compiled]:
     ]
 
 
-def _variants() -> Iterator[
-    tuple[str, Any, str, Mapping[str, str | None], Mapping[str, Any], Mapping[str, Any]]
-]:
+def _variants() -> Iterator[tuple[str, Any, str, Mapping[str, str], Mapping[str, Any], Mapping[str, Any]]]:
     """Name, kernel and variant; types behind pointers; constants; how it is launched."""
     for format, block in (("int8", 256), ("int8", 260), ("int8", 4096), ("int4", 64), ("fp8", 256)):
         _, options = blocks.grid_and_options(block, 1, 1)
@@ -63,19 +55,6 @@ def _variants() -> Iterator[
         arrived = {"arrived": "u8", "residual_share": "fp32"} | message
         yield "sum_and_encode", blocks.sum_and_encode, f"{format}, {block}", arrived, constants, options
         yield "decode", blocks.decode, f"{format}, {block}", message | {"values": "fp32"}, constants, options
-    for dtype in ("fp16", "bf16"):
-        options = casts._LAUNCH
-        plain: dict[str, str | None] = {
-            "payload": "fp32",
-            "residual": None,
-            "message": dtype,
-            "flags": "i32",
-        }
-        yield "downcast", casts.downcast, dtype, plain, {}, options
-        yield "downcast", casts.downcast, f"{dtype}, residual", plain | {"residual": "fp32"}, {}, options
-        summed = {"arrived": dtype, "residual_share": "fp32", "message": dtype}
-        yield "sum_and_downcast", casts.sum_and_downcast, dtype, summed, {}, options
-        yield "upcast", casts.upcast, dtype, {"total": dtype, "values": "fp32", "flags": "i32"}, {}, options
 
 
 def _compiled(
@@ -83,15 +62,11 @@ def _compiled(
     name: str,
     variant: str,
     capability: int,
-    pointers: Mapping[str, str | None],
+    pointers: Mapping[str, str],
     constants: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> Compiled:
-    constants = {
-        **constants,
-        **{key: value for key, value in options.items() if key.isupper()},
-        **{key: None for key, value in pointers.items() if value is None},
-    }
+    constants = {**constants, **{key: value for key, value in options.items() if key.isupper()}}
     signature, aligned = {}, {}
     for index, argument in enumerate(kernel.arg_names):
         if argument in constants:

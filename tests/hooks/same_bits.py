@@ -10,20 +10,12 @@ import torch
 from torch import Tensor
 
 from ddprun_hooks import kernels
-from ddprun_hooks.builtin.cast import (
-    DTYPES,
-    CastFormat,
-    CastReduction,
-    find_overflow,
-    overflow_finding,
-)
 from ddprun_hooks.builtin.two_phase import (
     BlockScaled,
     Fp8,
     Int4,
     Int8,
     TwoPhaseReduction,
-    WireFormat,
 )
 from ddprun_hooks.testing import run_hooks
 
@@ -71,21 +63,18 @@ def values(kind: str, numel: int, seed: int) -> Tensor:
 
 
 def differences(
-    wire: WireFormat, which: str, ranks: int, steps: Sequence[Sequence[Tensor]], same_codes: bool
+    wire: BlockScaled, ranks: int, steps: Sequence[Sequence[Tensor]], same_codes: bool
 ) -> list[str]:
     """What kernels and reference give differently, of payloads of all ranks in some steps."""
-    from ddprun_hooks.builtin.fused import FusedBlockReduction, FusedCastReduction
+    from ddprun_hooks.builtin.fused import FusedBlockReduction
 
-    reductions: dict[str, tuple[type[TwoPhaseReduction], type[TwoPhaseReduction]]] = {
-        "blocks": (TwoPhaseReduction, FusedBlockReduction),
-        "casts": (CastReduction, FusedCastReduction),
-    }
+    reductions: tuple[type[TwoPhaseReduction], ...] = (TwoPhaseReduction, FusedBlockReduction)
     found = []
     device = steps[0][0].device
     residuals = [[torch.zeros(one.numel(), device=device) for one in steps[0]] for _ in range(2)]
     for number, payloads in enumerate(steps):
         outcomes = []
-        for made, kept in zip(reductions[which], residuals, strict=True):
+        for made, kept in zip(reductions, residuals, strict=True):
             given = [one.clone() for one in payloads]
             all_ranks = [made(wire, given[rank], kept[rank], rank, ranks) for rank in range(ranks)]
             sent = torch.stack([one.encode().view(ranks, -1) for one in all_ranks])
@@ -95,15 +84,11 @@ def differences(
             means = [one.decode(sums.clone()) for one in all_ranks]
             assert all(torch.equal(bits(one), bits(means[0])) for one in means)
             assert means[0].data_ptr() == given[0].data_ptr()
-            if device.type != "cpu":
-                torch.cuda.synchronize()  # codes are on their way to the host
-            codes = [sum(int(finding.code) for finding in one.findings) for one in all_ranks]
             outcomes.append({"sent": sent, "sums": sums, "mean": means[0], "kept": torch.stack(kept)})
-            outcomes[-1]["code"] = torch.tensor(codes)
         reference, ours = outcomes
         found += [
             f"step {number}: {name}"
-            for name in (reference if same_codes else ("mean", "kept", "code"))
+            for name in (reference if same_codes else ("mean", "kept"))
             if not torch.equal(bits(reference[name]), bits(ours[name]))
         ]
         if not reference["mean"].any() and not reference["kept"].any() and steps[0][0].any():
@@ -135,54 +120,12 @@ def of_blocks(
         [values(kind, numel, seed + 10 * step + rank).to(device, dtype) for rank in range(ranks)]
         for step in range(2)
     ]
-    return differences(wire, "blocks", ranks, steps, kind != "lost")
+    return differences(wire, ranks, steps, kind != "lost")
 
 
-def of_sums_in_fp32(
-    name: str,
-    numel: int,
-    ranks: int,
-    dtype: torch.dtype,
-    kind: str,
-    seed: int = 0,
-    device: str = "cpu",
-) -> list[str]:
-    """Differences of a cast with `accumulate`, in two steps, findings included."""
-    steps = [
-        [values(kind, numel, seed + 10 * step + rank).to(device, dtype) for rank in range(ranks)]
-        for step in range(2)
-    ]
-    return differences(CastFormat(DTYPES[name]), "casts", ranks, steps, same_codes=True)
-
-
-def of_cast(
-    name: str, numel: int, dtype: torch.dtype, kind: str, large: float | None, device: str = "cpu"
-) -> list[str]:
-    """Differences of a cast that sums in 16 bits; `large` is what another rank has brought into the sum."""
-    from ddprun_hooks.kernels import casts
-
-    wire, own = CastFormat(DTYPES[name]), values(kind, numel, 1).to(device, dtype)
-    expected_sent = own.to(wire.dtype)
-    sent, flags = casts.launch_downcast(own, None, wire.dtype)
-    found = [] if torch.equal(bits(sent), bits(expected_sent)) else ["sent"]
-    total = expected_sent.clone()
-    if large is not None:
-        total[numel // 2] = large
-    expected = find_overflow(name, own, total)
-    ours = overflow_finding(name, casts.launch_upcast_and_check(total, mean := own.clone(), flags))
-    if device != "cpu":
-        torch.cuda.synchronize()  # codes are on their way to the host
-    if int(ours.code) != sum(int(one.code) for one in expected):
-        found.append(f"code {ours.code}, not {expected}")
-    if not torch.equal(bits(mean), bits(own.copy_(total))):
-        found.append("mean")
-    return found
-
-
-def through_a_stack(hook: Any, numel: int) -> tuple[list[str], int]:
+def through_a_stack(hook: str, numel: int) -> tuple[list[str], int]:
     """Differences of what a hook gives and keeps with kernels and without, and how often one was launched."""
     from ddprun_hooks.builtin.fused import FusedBlockReduction
-    from ddprun_hooks.kernels import casts
     from ddprun_hooks.payload import ParamSlice
     from ddprun_hooks.registry import make_stack
 
@@ -195,17 +138,16 @@ def through_a_stack(hook: Any, numel: int) -> tuple[list[str], int]:
             rank.stack = stack
             return [rank.send(values("normal", numel, step), params) for step in range(3)]
 
-        encode, launch = FusedBlockReduction.encode, casts.launch_downcast
+        encode = FusedBlockReduction.encode
         with (
             mock.patch.object(kernels, "_triton_works", lambda device, works=with_kernels: works),
-            mock.patch.object(casts, "launch_downcast", wraps=launch) as casting,
             mock.patch.object(FusedBlockReduction, "encode", autospec=True, side_effect=encode) as encoding,
         ):
             given = run_hooks([hook], 1, body)[0]
-        launched = casting.call_count + encoding.call_count
+        launched = encoding.call_count
         assert not launched or with_kernels
         kept = stack.state_dict()
-        outcomes.append(given + ([next(iter(kept.values()))["gradient"]["w"]["residual"]] if kept else []))
+        outcomes.append([*given, next(iter(kept.values()))["gradient"]["w"]["residual"]])
     return [
         f"{number}"
         for number, (reference, ours) in enumerate(zip(*outcomes, strict=True))

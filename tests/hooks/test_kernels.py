@@ -77,29 +77,8 @@ def test_codes_of_any_payload(
     assert run(interpreter, same_bits.of_blocks, *wire, numel, ranks, dtype, kind, seed) == []
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["fp16", "bf16"])
-def test_casts_that_sum_in_fp32(interpreter: ProcessPoolExecutor, name: str, kind: str) -> None:
-    """With a length that no rank's share divides, and more than one program; bit for bit."""
-    for numel, ranks, dtype in ((4500, 1, torch.float32), (4099, 3, torch.float32), (7, 4, torch.float32)):
-        assert run(interpreter, same_bits.of_sums_in_fp32, name, numel, ranks, dtype, kind) == []
-
-
-@pytest.mark.parametrize("large", [None, float("inf"), float("nan"), 60000.0])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["fp16", "bf16"])
-def test_casts_and_what_overflows(
-    interpreter: ProcessPoolExecutor, name: str, kind: str, large: float | None
-) -> None:
-    for numel, dtype in ((2500, torch.float32), (33, torch.bfloat16 if name == "fp16" else torch.float16)):
-        assert run(interpreter, same_bits.of_cast, name, numel, dtype, kind, large) == []
-
-
-HOOKS: list[Any] = ["int8", "int4", "fp8", "fp16", "bf16", {"bf16": {"accumulate": "fp32"}}]
-
-
-@pytest.mark.parametrize("hook", HOOKS, ids=str)
-def test_a_hook_gives_and_keeps_the_same_with_kernels(interpreter: ProcessPoolExecutor, hook: Any) -> None:
+@pytest.mark.parametrize("hook", ["int8", "int4", "fp8"])
+def test_a_hook_gives_and_keeps_the_same_with_kernels(interpreter: ProcessPoolExecutor, hook: str) -> None:
     """And uses them."""
     assert run(interpreter, same_bits.through_a_stack, hook, 777) == ([], 3)
 
@@ -111,7 +90,7 @@ def test_compiled_kernels_spill_no_registers_and_fuse_nothing(tmp_path: Path, ca
 
     with process(TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path)) as pool:
         found = run(pool, compile_all, capability)
-    assert len(found) == 23
+    assert len(found) == 15
     for one in found:
         assert (one.spilled, one.other_bits) == (0, ()), one
         assert one.registers * one.threads <= 65536 // 2, (

@@ -5,7 +5,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ddprun_hooks import kernels
 from ddprun_hooks.builtin.two_phase import TwoPhase, TwoPhaseReduction, WireFormat
 from ddprun_hooks.comm.communicator import Communicator
 from ddprun_hooks.comm.gpu import copy_scalar_to_host
@@ -29,14 +28,6 @@ class Cast(Hook):
 
     async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
         own = payload.tensor
-        if own.dtype != self.dtype and kernels.can_handle_tensors(own):
-            from ddprun_hooks.kernels import casts
-
-            sent, flags = casts.launch_downcast(own, None, self.dtype)
-            total = await comm.reduce(sent)
-            code = casts.launch_upcast_and_check(total, own, flags)
-            payload.findings.append(overflow_finding(self.name, code))
-            return own
         total = await comm.reduce(own.to(self.dtype))
         payload.findings.extend(find_overflow(self.name, own, total))
         return own.copy_(total)
@@ -62,11 +53,7 @@ class CastFormat(WireFormat):
         return message.to(dtype)
 
     def reduction_class(self, payload: Tensor, residual: Tensor) -> type[TwoPhaseReduction]:
-        if not kernels.can_handle_tensors(payload, residual):
-            return CastReduction
-        from ddprun_hooks.builtin.fused import FusedCastReduction
-
-        return FusedCastReduction
+        return CastReduction
 
 
 class CastReduction(TwoPhaseReduction):
@@ -94,12 +81,8 @@ def find_overflow(name: str, own: Tensor, total: Tensor) -> list[Finding]:
     # On a GPU to look would be to wait for it.
     if not own.numel() or (total.is_cpu and not _any_not_finite(total)):
         return []
-    return [overflow_finding(name, _any_not_finite(total).int() * (1 + _any_not_finite(own).int()))]
-
-
-def overflow_finding(name: str, code: Tensor) -> Finding:
-    """The finding of a code, shape (), which a GPU may still have to compute."""
-    return Finding(name, copy_scalar_to_host(code) if code.is_cuda else code)
+    code = _any_not_finite(total).int() * (1 + _any_not_finite(own).int())
+    return [Finding(name, copy_scalar_to_host(code) if code.is_cuda else code)]
 
 
 def _any_not_finite(x: Tensor) -> Tensor:

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddprun_hooks.builtin.cast import NAMES, CastFormat, overflow_finding
 from ddprun_hooks.builtin.two_phase import BlockScaled, TwoPhaseReduction
-from ddprun_hooks.kernels import blocks, casts
+from ddprun_hooks.kernels import blocks
 
 
 class FusedBlockReduction(TwoPhaseReduction):
@@ -43,22 +42,3 @@ class FusedBlockReduction(TwoPhaseReduction):
         name, block = self.wire_format.name, self.wire_format.block
         grid, options = blocks.grid_and_options(block, self.blocks_per_share, shares)
         kernel[grid](*arguments, self.blocks_per_share, name, block, **options)
-
-
-class FusedCastReduction(TwoPhaseReduction):
-    """Of 16 bits, summed in fp32."""
-
-    wire_format: CastFormat
-
-    def encode(self) -> Tensor:
-        numel, dtype = self.group_size * self.blocks_per_share, self.wire_format.dtype
-        message, self._flags = casts.launch_downcast(self.payload, self.residual, dtype, numel)
-        return message
-
-    def sum_and_encode(self, arrived: Tensor) -> Tensor:
-        return casts.launch_sum_and_downcast(arrived, self.own_residual_share(), self.group_size)
-
-    def decode(self, gathered: Tensor) -> Tensor:
-        code = casts.launch_upcast_and_check(gathered, self.payload, self._flags)
-        self.findings = [overflow_finding(NAMES[self.wire_format.dtype], code)]
-        return self.payload

@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 
 from ddprun_hooks.kernels import MAX_BLOCK_SIZE
-from ddprun_hooks.kernels.casts import is_finite, load_fp32
 
 # 1.5 * 2^23: a sum with it has no fraction, and the whole number in its low bits.
 _ROUNDING_CONSTANT = tl.constexpr(12582912.0)
@@ -48,7 +47,7 @@ def _encode_tile(payload, residual, message, numel, blocks_per_share, FORMAT, BL
     at = _tile_offsets(ROWS, BLOCK, COLS)
     mask = None if WHOLE else _tile_mask(first, blocks_per_share, ROWS, BLOCK, COLS) & (at < numel - start)
     residual += start + at
-    x = load_fp32(payload + start + at, mask) + load_fp32(residual, mask)
+    x = _load_fp32(payload + start + at, mask) + _load_fp32(residual, mask)
     codes, scales, left = _quantise(x, FORMAT)
     tl.store(residual, left, mask)
     _store(message, codes, scales, first, share, blocks_per_share, FORMAT, BLOCK, COLS, ROWS, WHOLE)
@@ -94,7 +93,7 @@ def _sum_and_encode_tile(
     at = _tile_offsets(ROWS, BLOCK, COLS)
     mask = None if WHOLE else _tile_mask(first, blocks_per_share, ROWS, BLOCK, COLS) & (at < numel - start)
     residual_share += start + at
-    tl.store(residual_share, load_fp32(residual_share, mask) + left, mask)
+    tl.store(residual_share, _load_fp32(residual_share, mask) + left, mask)
 
 
 @triton.jit(do_not_specialize=["numel", "blocks_per_share"])
@@ -128,6 +127,19 @@ def _decode_tile(message, values, numel, blocks_per_share, FORMAT, BLOCK, COLS, 
 
 
 @triton.jit
+def _load_fp32(pointers, mask):
+    """Values in fp32; zeros where there are none. `mask` is None if there are all."""
+    values = tl.load(pointers) if mask is None else tl.load(pointers, mask, 0.0)
+    return values.to(tl.float32)
+
+
+@triton.jit
+def _is_finite(x):
+    """Which values are neither infinite nor NaN."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF < 0x7F800000
+
+
+@triton.jit
 def _tile_offsets(ROWS, BLOCK, COLS):
     """Indices of values in a tile, (ROWS, COLS), from its first one on."""
     return tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, COLS)[None, :]
@@ -157,7 +169,7 @@ def _quantise(x, FORMAT):
         rounded = scaled + _ROUNDING_CONSTANT
         codes = rounded.to(tl.int32, bitcast=True)
         decoded = rounded - _ROUNDING_CONSTANT
-    finite = is_finite(scales * largest)
+    finite = _is_finite(scales * largest)
     return codes, scales, tl.where(finite[:, None], x - decoded * scales[:, None], 0.0)
 
 
