@@ -40,7 +40,7 @@ def compile_all(capability: int) -> list[Compiled]:
 
 def _variants() -> Iterator[tuple[str, Any, str, Mapping[str, str], Mapping[str, Any], Mapping[str, Any]]]:
     """Name, kernel and variant; types behind pointers; constants; how it is launched."""
-    for format, block in (("int8", 256), ("int8", 260), ("int8", 4096), ("int4", 64), ("fp8", 256)):
+    for format, block in (("int8", 256), ("int8", 260), ("int8", 4096), ("int4", 64)):
         _, options = blocks.grid_and_options(block, 1, 1)
         constants = {"FORMAT": format, "BLOCK": block}
         message = {"message": "u8"}

@@ -10,16 +10,10 @@ import torch
 from torch import Tensor
 
 from ddprun_hooks import kernels
-from ddprun_hooks.builtin.two_phase import (
-    BlockScaled,
-    Fp8,
-    Int4,
-    Int8,
-    TwoPhaseReduction,
-)
+from ddprun_hooks.builtin.two_phase import BlockScaled, Int4, Int8, TwoPhaseReduction
 from ddprun_hooks.testing import run_hooks
 
-WIRES = {"int8": Int8, "int4": Int4, "fp8": Fp8}
+WIRES = {"int8": Int8, "int4": Int4}
 
 
 def prepare() -> None:

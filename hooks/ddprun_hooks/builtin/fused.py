@@ -39,6 +39,6 @@ class FusedBlockReduction(TwoPhaseReduction):
         return torch.empty(nbytes, dtype=torch.uint8, device=self.payload.device)
 
     def _launch(self, kernel: Any, shares: int, *arguments: Tensor | int) -> None:
-        name, block = self.wire_format.name, self.wire_format.block
+        kernel_format, block = self.wire_format.kernel_format, self.wire_format.block
         grid, options = blocks.grid_and_options(block, self.blocks_per_share, shares)
-        kernel[grid](*arguments, self.blocks_per_share, name, block, **options)
+        kernel[grid](*arguments, self.blocks_per_share, kernel_format, block, **options)

@@ -145,7 +145,7 @@ class BlockScaled(BlockCode):
     """
 
     largest: float  # the largest code
-    name: str  # name of the format in the kernels: `int8`, `int4` or `fp8`
+    kernel_format = ""  # name of the format in the kernels: `int8` or `int4`; none if torch computes it
 
     def to_codes(self, scaled: Tensor) -> Tensor:
         """Codes, uint8, of values in [-largest, largest], which may be overwritten. NaN may become any."""
@@ -156,7 +156,11 @@ class BlockScaled(BlockCode):
         raise NotImplementedError
 
     def reduction_class(self, payload: Tensor, residual: Tensor) -> type[TwoPhaseReduction]:
-        if self.block > kernels.MAX_BLOCK_SIZE or not kernels.can_handle_tensors(payload, residual):
+        if (
+            not self.kernel_format
+            or self.block > kernels.MAX_BLOCK_SIZE
+            or not kernels.can_handle_tensors(payload, residual)
+        ):
             return TwoPhaseReduction
         from ddprun_hooks.builtin.fused import FusedBlockReduction
 
@@ -187,7 +191,7 @@ class BlockScaled(BlockCode):
 class Int8(BlockScaled):
     """The nearest multiples of a 127th of the block's largest."""
 
-    name, largest, bits = "int8", 127, 8
+    kernel_format, largest, bits = "int8", 127, 8
 
     def to_codes(self, scaled: Tensor) -> Tensor:
         return scaled.round_().to(torch.int8).view(torch.uint8)
@@ -201,7 +205,7 @@ class Int4(BlockScaled):
     the first one has the low bits.
     """
 
-    name, largest, bits = "int4", 7, 4
+    kernel_format, largest, bits = "int4", 7, 4
 
     def to_codes(self, scaled: Tensor) -> Tensor:
         pairs = scaled.round_().to(torch.int8).view(torch.int16)  # the first one in the low byte
@@ -250,7 +254,7 @@ class Fp8(BlockScaled):
     bits of exponent and 3 of significand, from 2^-9 to 448, and no infinity.
     """
 
-    name, largest, bits = "fp8", 448, 8
+    largest, bits = 448, 8
 
     def to_codes(self, scaled: Tensor) -> Tensor:
         return scaled.to(torch.float8_e4m3fn).view(torch.uint8)

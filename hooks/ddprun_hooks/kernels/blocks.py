@@ -1,4 +1,4 @@
-"""Kernels for codes with a scale for each block of values: int8, int4, fp8.
+"""Kernels for codes with a scale for each block of values: int8, int4.
 
 Each value is read once and written once: a program has a tile of whole blocks in its registers, and finds
 there the largest value of each block, the codes, and what they lack.
@@ -155,43 +155,18 @@ def _tile_mask(first, blocks_per_share, ROWS, BLOCK, COLS):
 @triton.jit
 def _quantise(x, FORMAT):
     """Codes (int32) and scales of blocks (rows of x), and what they lack; zeros where a block is lost."""
-    largest: tl.constexpr = 127.0 if FORMAT == "int8" else 7.0 if FORMAT == "int4" else 448.0
+    largest: tl.constexpr = 127.0 if FORMAT == "int8" else 7.0
     # As whole numbers magnitudes have the same order, and NaN is the largest.
     most = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(tl.float32, bitcast=True)
     scales = tl.math.div_rn(most, tl.full(most.shape, largest, tl.float32))
     divisors = tl.where(scales > 0.0, scales, 1.0)
     scaled = tl.math.div_rn(x, divisors[:, None])
     scaled = tl.minimum(tl.maximum(scaled, -largest), largest)
-    if FORMAT == "fp8":
-        codes = _encode_e4m3(scaled)
-        decoded = _decode_e4m3(codes)
-    else:
-        rounded = scaled + _ROUNDING_CONSTANT
-        codes = rounded.to(tl.int32, bitcast=True)
-        decoded = rounded - _ROUNDING_CONSTANT
+    rounded = scaled + _ROUNDING_CONSTANT
+    codes = rounded.to(tl.int32, bitcast=True)
+    decoded = rounded - _ROUNDING_CONSTANT
     finite = _is_finite(scales * largest)
     return codes, scales, tl.where(finite[:, None], x - decoded * scales[:, None], 0.0)
-
-
-@triton.jit
-def _encode_e4m3(x):
-    """The nearest codes of e4m3, ties to even, of |x| <= 448."""
-    bits = x.to(tl.int32, bitcast=True)
-    size = bits & 0x7FFFFFFF
-    normal = (size + 0x7FFFF + ((size >> 20) & 1) - (120 << 23)) >> 20  # the exponent is less by 120
-    # Added to 2^14 a number is rounded to 2^-9, the least of e4m3.
-    small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - (141 << 23)
-    codes = tl.where(size < (121 << 23), small, normal)
-    codes = tl.where(size > 0x7F800000, 0x7F, codes)
-    return codes | ((bits >> 24) & 0x80)
-
-
-@triton.jit
-def _decode_e4m3(codes):
-    size = (codes & 0x7F) << 20
-    value = size.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
-    bits = tl.where(size == 0x7F << 20, 0x7FC00000, value.to(tl.int32, bitcast=True))
-    return (bits | ((codes & 0x80) << 24)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -219,16 +194,12 @@ def _load_decoded(message, first, share, blocks_per_share, FORMAT, BLOCK, COLS, 
     rows = tl.arange(0, ROWS)
     codes = tl.load(to_codes + at, mask).to(tl.int32)
     scales = tl.load(to_scales + rows, None if WHOLE else first + rows < blocks_per_share)
-    if FORMAT == "fp8":
-        values = _decode_e4m3(codes)
+    if FORMAT == "int4":
+        codes = tl.reshape(tl.join(codes << 4, codes), [ROWS, COLS])
+        codes = (codes << 24) >> 28
     else:
-        if FORMAT == "int4":
-            codes = tl.reshape(tl.join(codes << 4, codes), [ROWS, COLS])
-            codes = (codes << 24) >> 28
-        else:
-            codes = (codes << 24) >> 24
-        values = codes.to(tl.float32)
-    return values * scales[:, None]
+        codes = (codes << 24) >> 24
+    return codes.to(tl.float32) * scales[:, None]
 
 
 @triton.jit
