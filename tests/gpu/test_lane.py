@@ -367,13 +367,13 @@ def skipped(value: float) -> tuple[list[bool], Tensor, bool]:
         stack.begin_step()
         mean = exchange.gradient_queue.send(Payload(tensor, PARAMS, "gradient", 0), stack, []).wait()
         taken.append(bool(torch.isfinite(mean).all()))
-        residual = stack.state_dict()["int8"]["gradient"]["first.weight"]["residual"]
+        residual = stack.state_dict()["int8"]["gradient/first.weight"]["residual"]
         if taken[-1]:
             stack.commit()
             before = residual.cpu() if step == 0 else before
         else:
             stack.rollback()
-            residual = stack.state_dict()["int8"]["gradient"]["first.weight"]["residual"]
+            residual = stack.state_dict()["int8"]["gradient/first.weight"]["residual"]
             same = torch.equal(residual.cpu(), before)
     return taken, residual.cpu(), same
 

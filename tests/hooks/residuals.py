@@ -25,5 +25,6 @@ def residual_totals(node: dict[str, Any]) -> list[tuple[str, Tensor]]:
     found: list[tuple[str, Tensor]] = []
     for key, value in node.items():
         if isinstance(value, dict):
-            found += [(key, value["total"])] if "total" in value else residual_totals(value)
+            name = key.partition("/")[2]
+            found += [(name, value["total"])] if "total" in value else residual_totals(value)
     return found

@@ -141,7 +141,7 @@ def through_a_stack(hook: str, numel: int) -> tuple[list[str], int]:
         launched = encoding.call_count
         assert not launched or with_kernels
         kept = stack.state_dict()
-        outcomes.append([*given, next(iter(kept.values()))["gradient"]["w"]["residual"]])
+        outcomes.append([*given, next(iter(kept.values()))["gradient/w"]["residual"]])
     return [
         f"{number}"
         for number, (reference, ours) in enumerate(zip(*outcomes, strict=True))

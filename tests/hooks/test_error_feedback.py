@@ -158,7 +158,7 @@ def test_residuals_lie_on_the_payloads_device_in_fp32_or_more() -> None:
 
         def body(c: Rank, dtype: torch.dtype = dtype) -> Tensor:
             c.step(0, dtype)
-            kept: Tensor = c.stack.state_dict()["int8"]["gradient"]["first.weight"]["residual"]
+            kept: Tensor = c.stack.state_dict()["int8"]["gradient/first.weight"]["residual"]
             return kept
 
         assert run_hooks(["int8"], 1, body)[0].dtype == wanted

@@ -125,7 +125,7 @@ def what_a_handle_knows() -> tuple[list[tuple[str, ...]], int, list[str]]:
     for step in range(4):
         loss_of(model, step).backward()  # type: ignore[no-untyped-call]
         hooks.append(handle.traces[0].hooks)
-    return hooks, sum(f.wire_bytes for f in handle.traces), sorted(handle.state_dict()["topk"]["gradient"])
+    return hooks, sum(f.wire_bytes for f in handle.traces), sorted(handle.state_dict()["topk"])
 
 
 def test_hooks_begin_when_ddp_has_laid_its_buckets_out(two_ranks: Results) -> None:
@@ -133,7 +133,7 @@ def test_hooks_begin_when_ddp_has_laid_its_buckets_out(two_ranks: Results) -> No
     hooks, wire_bytes, kept = two_ranks(what_a_handle_knows)[0]
     assert hooks == [(), (), ("topk",), ("topk",)]
     assert 0 < wire_bytes < 0.05 * 4 * 600 * 600
-    assert kept == ["0.bias", "0.weight", "2.bias", "2.weight", "4.bias", "4.weight"]
+    assert kept == [f"gradient/{layer}.{name}" for layer in (0, 2, 4) for name in ("bias", "weight")]
 
 
 def sent_meanwhile() -> list[list[int]]:
@@ -330,10 +330,10 @@ def with_scaler() -> tuple[bool, bool, float]:
         scaler.update()
         optimizer.zero_grad()
         scales.append(scaler.get_scale())
-    kept = [state["int8"]["gradient"]["4.bias"]["residual"] for state in states[2:]]
+    kept = [state["int8"]["gradient/4.bias"]["residual"] for state in states[2:]]
     largest = max(float(value.abs().max()) for value in kept)
     handle.end_step(applied=False)  # the last one, too
-    before = handle.state_dict()["int8"]["gradient"]["4.bias"]["residual"]
+    before = handle.state_dict()["int8"]["gradient/4.bias"]["residual"]
     return scales[4] < scales[3], torch.equal(before, kept[1]), largest
 
 

@@ -185,8 +185,8 @@ def test_any_length_will_do(hook: HookSpec) -> None:
 
 
 def _total(merged: dict[str, Any]) -> Tensor:
-    ((_, kinds),) = merged.items()
-    total: Tensor = kinds["gradient"]["last.weight"]["total"].double()
+    ((_, pieces),) = merged.items()
+    total: Tensor = pieces["gradient/last.weight"]["total"].double()
     return total
 
 

@@ -5,7 +5,7 @@ was sent and of the residuals is the sum of what came in, whatever the number of
 (Seide et al. 2014, "1-bit stochastic gradient descent"; Karimireddy et al. 2019, arXiv:1901.09847).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,6 @@ from ddprun_hooks.payload import ParamSlice, Payload, PayloadKind
 # A parameter's residual in a state: `start`, its first element's index in the flattened parameter, and its
 # values, shape (numel,): this rank's own as `residual`, or the sum over another world's ranks as `total`.
 ResidualPiece = dict[str, Any]
-_PieceKey = tuple[str, str]  # kind of payload and parameter name
 
 
 @dataclass(slots=True)
@@ -28,9 +27,10 @@ class _BucketResidual:
     values: Tensor  # shape (numel,)
     group_size: int = 1  # how many ranks hold the same elements
 
-    def pieces(self, kind: str) -> dict[_PieceKey, ResidualPiece]:
+    def pieces(self, kind: str) -> dict[str, ResidualPiece]:
+        """By kind of payload and parameter name: `kind/name`."""
         return {
-            (kind, param.name): {"start": param.start, "residual": param.of(self.values).clone()}
+            f"{kind}/{param.name}": {"start": param.start, "residual": param.of(self.values).clone()}
             for param in self.params
         }
 
@@ -40,8 +40,8 @@ class ErrorFeedback(Hook):
 
     def __init__(self) -> None:
         self._bucket_residuals: dict[tuple[PayloadKind, int], _BucketResidual] = {}
-        # Of a loaded state or an older bucket layout.
-        self._unclaimed_pieces: dict[_PieceKey, ResidualPiece] = {}
+        # Of a loaded state or an older bucket layout, as a state has them.
+        self._unclaimed_pieces: dict[str, ResidualPiece] = {}
 
     def residual(self, payload: Payload, group_size: int) -> Tensor:
         """The residual of `payload`, to be overwritten with the new one: shape (numel,), at least fp32.
@@ -73,7 +73,7 @@ class ErrorFeedback(Hook):
         dtype = torch.promote_types(payload.tensor.dtype, torch.float32)
         values = torch.zeros(payload.tensor.numel(), dtype=dtype, device=payload.tensor.device)
         for param in payload.params:
-            if (piece := self._unclaimed_pieces.pop((kind, param.name), None)) is not None:
+            if (piece := self._unclaimed_pieces.pop(f"{kind}/{param.name}", None)) is not None:
                 _copy_overlap(param.of(values), param, piece, group_size)
         return _BucketResidual(payload.params, values)
 
@@ -82,28 +82,28 @@ class ErrorFeedback(Hook):
         self._unclaimed_pieces |= self._bucket_residuals.pop(key).pieces(key[0])
 
     def state_dict(self) -> dict[str, Any]:
-        """`{kind: {parameter: piece}}`."""
+        """`{"kind/parameter": piece}`."""
         pieces = dict(self._unclaimed_pieces)
         for (kind, _), bucket in self._bucket_residuals.items():
             pieces |= bucket.pieces(kind)
-        return nested_by_kind(pieces)
+        return pieces
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._bucket_residuals.clear()
-        self._unclaimed_pieces = flat_by_kind(state)
+        self._unclaimed_pieces = dict(state)
 
     def merge(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The sum of all ranks' residuals, for ranks of another world or with other buckets to divide."""
-        found: dict[_PieceKey, list[ResidualPiece]] = {}
+        found: dict[str, list[ResidualPiece]] = {}
         for state in states:
-            for key, piece in flat_by_kind(state).items():
+            for key, piece in state.items():
                 found.setdefault(key, []).append(piece)
-        merged: dict[_PieceKey, ResidualPiece] = {}
+        merged: dict[str, ResidualPiece] = {}
         for key, of_ranks in found.items():
             own = [piece for piece in of_ranks if "residual" in piece]
             # A loaded total that nobody has claimed is the same on every rank: it counts once.
             merged[key] = {"start": 0, "total": _sum_pieces(own)} if own else of_ranks[0]
-        return nested_by_kind(merged)
+        return merged
 
     def take_back(self, kind: str, means: dict[str, Tensor]) -> None:
         """Each rank that holds an element keeps an equal part of it, and nothing of what is not finite."""
@@ -123,19 +123,6 @@ class ErrorFeedback(Hook):
             for param in bucket.params
             if param.name in wanted
         )
-
-
-def flat_by_kind(state: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], Any]:
-    """`{(kind, parameter): value}` of `{kind: {parameter: value}}`."""
-    return {(kind, name): value for kind, of_params in state.items() for name, value in of_params.items()}
-
-
-def nested_by_kind(values: Mapping[tuple[str, str], Any]) -> dict[str, Any]:
-    """`{kind: {parameter: value}}` of `{(kind, parameter): value}`."""
-    state: dict[str, dict[str, Any]] = {}
-    for (kind, name), value in values.items():
-        state.setdefault(kind, {})[name] = value
-    return state
 
 
 def _sum_pieces(pieces: Sequence[ResidualPiece]) -> Tensor:

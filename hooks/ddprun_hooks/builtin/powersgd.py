@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddprun_hooks.builtin.error_feedback import ErrorFeedback, flat_by_kind, nested_by_kind
+from ddprun_hooks.builtin.error_feedback import ErrorFeedback
 from ddprun_hooks.comm.communicator import Communicator
 from ddprun_hooks.payload import ParamSlice, Payload
 
@@ -33,7 +33,7 @@ class PowerSgd(ErrorFeedback):
     def __init__(self, rank: int = 4) -> None:
         super().__init__()
         self.rank = rank  # columns of each factor
-        self._last_qs: dict[tuple[str, str], Tensor] = {}  # by kind of payload and parameter
+        self._last_qs: dict[str, Tensor] = {}  # by kind of payload and parameter: `kind/name`
 
     async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
         numel = payload.tensor.numel()
@@ -95,7 +95,7 @@ class PowerSgd(ErrorFeedback):
     def _last_q(self, kind: str, param: ParamSlice, like: Tensor) -> Tensor:
         """The last step's Q of a matrix, (columns, rank); a random one, the same on all ranks, at first."""
         shape = (_rows_columns(param)[1], self.rank)
-        known = self._last_qs.get((kind, param.name))
+        known = self._last_qs.get(f"{kind}/{param.name}")
         # That of other rows will do, and another rank's: whatever Q each begins with, all use the same P.
         if known is not None and known.shape == shape:
             return known.to(like)
@@ -111,24 +111,24 @@ class PowerSgd(ErrorFeedback):
         if not q.is_cpu or bool(lost):
             param.of(residual).masked_fill_(lost, 0.0)
             q = torch.where(lost, self._last_q(kind, param, q), q)
-        self._last_qs[kind, param.name] = q.clone()
+        self._last_qs[f"{kind}/{param.name}"] = q.clone()
 
     def state_dict(self) -> dict[str, Any]:
         """`residuals`, and as `factors` each matrix's last Q."""
-        state = {"residuals": super().state_dict(), "factors": nested_by_kind(self._last_qs)}
+        state = {"residuals": super().state_dict(), "factors": dict(self._last_qs)}
         return {key: value for key, value in state.items() if value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state.get("residuals", {}))
-        self._last_qs = flat_by_kind(state.get("factors", {}))
+        self._last_qs = dict(state.get("factors", {}))
 
     def merge(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The sum over ranks of their residuals; of each matrix the Q of the first rank that has one."""
-        factors = dict[tuple[str, str], Tensor]()
+        factors: dict[str, Tensor] = {}
         for state in reversed(states):
-            factors |= flat_by_kind(state.get("factors", {}))
+            factors |= state.get("factors", {})
         residuals = super().merge([state["residuals"] for state in states if "residuals" in state])
-        merged = {"residuals": residuals, "factors": nested_by_kind(factors)}
+        merged = {"residuals": residuals, "factors": factors}
         return {key: value for key, value in merged.items() if value}
 
 

@@ -38,7 +38,7 @@ from ddprun.run_files import open_file, read_json_object
 from ddprun_hooks.comm.control import ControlChannel
 
 CHECKPOINTS_FOLDER = "checkpoints"  # in the folder of a run
-VERSION = 6
+VERSION = 7
 _CHUNK_BYTES = 64 << 20
 MANIFEST = "manifest.json"
 MAX_JSON_BYTES = 256 * 1024 * 1024
