@@ -1,8 +1,9 @@
 """Two levels: inside each host, and between hosts."""
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -13,13 +14,6 @@ from ddprun_hooks.comm.groups import GroupRequirement, GroupRequirements
 from ddprun_hooks.hook import Hook
 from ddprun_hooks.payload import ParamSlice, Payload
 from ddprun_hooks.stack import Stack
-
-
-@dataclass(frozen=True, slots=True)
-class _ShardLayout:
-    params: tuple[ParamSlice, ...]
-    sizes: list[int]  # elements of each rank's share
-    shard_params: tuple[ParamSlice, ...]  # the parameters, and parts of them, in this rank's share
 
 
 class Hierarchical(Hook):
@@ -40,45 +34,33 @@ class Hierarchical(Hook):
         self.hosts = hosts  # so many equal ones; None: as launched
         self._uses_shared_memory = "shared_memory" in self.within.names
         self._cast_name = next((name for name in self.within.names if name in DTYPES), None)
-        self._shard_layouts: dict[tuple[str, int], _ShardLayout] = {}
 
     async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
         within, across = comm.split(self.hosts)
         if self._uses_shared_memory:
             within = within.in_shared_memory()
-        layout = self._shard_layout(payload, within)
+        numel = payload.tensor.numel()
+        sizes, shard_params = _shard_layout(payload.params, numel, within.size, within.rank)
         dtype = payload.tensor.dtype
         wire_dtype = DTYPES[self._cast_name] if self._cast_name and within.size > 1 else dtype
 
-        part = (await within.reduce_scatter(payload.tensor.to(wire_dtype), layout.sizes)).to(dtype)
+        part = (await within.reduce_scatter(payload.tensor.to(wire_dtype), sizes)).to(dtype)
         if part.numel() and across.size > 1:
-            start = sum(layout.sizes[: within.rank])
+            start = sum(sizes[: within.rank])
             error = payload.compression_error
             share = replace(
                 payload,
                 tensor=part,
-                params=layout.shard_params,
+                params=shard_params,
                 compression_error=None if error is None else error[start : start + part.numel()],
             )
             part = await self.across.run(share, across.group)
         if within.size == 1:
             return part
-        total = await within.all_gather(part.to(wire_dtype), layout.sizes)
+        total = await within.all_gather(part.to(wire_dtype), sizes)
         if self._cast_name:
             payload.findings.extend(find_overflow(self._cast_name, payload.tensor, total))
         return payload.tensor.copy_(total)
-
-    def _shard_layout(self, payload: Payload, within: Communicator) -> _ShardLayout:
-        key = payload.kind, payload.bucket
-        # A payload without parameters (factors, say) may have another length each time: it is not looked up.
-        layout = self._shard_layouts.get(key) if payload.params else None
-        if layout is None or layout.params != payload.params:
-            ends = row_aligned_ends(payload.params, payload.tensor.numel(), within.size)
-            bounds = list(itertools.pairwise([0, *ends]))
-            sizes = [high - low for low, high in bounds]
-            shard_params = param_slices_between(payload.params, *bounds[within.rank])
-            layout = self._shard_layouts[key] = _ShardLayout(payload.params, sizes, shard_params)
-        return layout
 
     def requirements(self) -> GroupRequirements:
         """Two collectives among the ranks of a host; as many as its stack needs between hosts."""
@@ -103,6 +85,15 @@ class Hierarchical(Hook):
         """The state of all shares together."""
         merged = self.across.merge([state["across"] for state in states if "across" in state])
         return {"across": merged} if merged else {}
+
+
+@functools.lru_cache(maxsize=1024)
+def _shard_layout(
+    params: tuple[ParamSlice, ...], numel: int, parts: int, rank: int
+) -> tuple[list[int], tuple[ParamSlice, ...]]:
+    """Elements of each rank's share, and the parameters, and parts of them, in this rank's."""
+    bounds = list(itertools.pairwise([0, *row_aligned_ends(params, numel, parts)]))
+    return [high - low for low, high in bounds], param_slices_between(params, *bounds[rank])
 
 
 def row_aligned_ends(params: Sequence[ParamSlice], numel: int, parts: int) -> list[int]:
