@@ -50,15 +50,22 @@ class CustomValidator:
     """
 
     validate: Callable[[Any], Any]
-    schema: str | dict[str, Any]  # its JSON Schema, or the name of a definition in the pipeline's schema
+    schema: Any = None
+    """What a file may hold, for its JSON Schema: a type, by default the annotated one; a schema; or the name
+    of a definition in that of the pipeline."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(self.validate)
+        written = None
+        if not isinstance(self.schema, str | dict):
+            written = handler.generate_schema(source if self.schema is None else self.schema)
+        return core_schema.no_info_plain_validator_function(self.validate, json_schema_input_schema=written)
 
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        return {"definition": self.schema} if isinstance(self.schema, str) else self.schema
+        if isinstance(self.schema, str):
+            return {"definition": self.schema}
+        return self.schema if isinstance(self.schema, dict) else handler(schema)
 
 
 def unknown_name(

@@ -59,7 +59,7 @@ def test_it_is_a_schema() -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     for reference in references(SCHEMA):
         assert reference.removeprefix("#/$defs/") in SCHEMA["$defs"]
-    assert "definition" not in json.dumps(SCHEMA).split('"description"')[0]
+    assert '"definition":' not in json.dumps(SCHEMA)
 
 
 def references(schema: Any) -> Iterator[str]:
@@ -184,7 +184,8 @@ def test_buffers_are_taken_by_both_alike(value: Any, good: bool) -> None:
     else:
         taken = True
     assert taken == good
-    assert accepts("buffers", value) == good
+    schema = {**SCHEMA["properties"]["buffers"], "$defs": SCHEMA["$defs"]}
+    assert jsonschema.Draft202012Validator(schema).is_valid(value) == good
 
 
 def test_a_stage_has_no_defaults_of_its_own() -> None:

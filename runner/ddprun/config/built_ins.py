@@ -6,7 +6,7 @@ The docstring of a class is its line in `ddprun catalog`, the one under a field 
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from ddprun.options import (
     CustomValidator,
@@ -21,13 +21,12 @@ from ddprun.options import (
     problem,
 )
 
-_STRING_SCHEMA = {"type": "string", "minLength": 1}
 NonEmptyString = Annotated[str, Field(min_length=1)]
+_Strings = Annotated[tuple[NonEmptyString, ...], Field(strict=False, min_length=1)]
+_StringOrStrings = NonEmptyString | _Strings
 OneOrMore = Annotated[
-    tuple[NonEmptyString, ...],
-    Field(strict=False, min_length=1),
-    BeforeValidator(lambda value: [value] if isinstance(value, str) and value else value),
-    WithJsonSchema({"anyOf": [_STRING_SCHEMA, {"type": "array", "items": _STRING_SCHEMA, "minItems": 1}]}),
+    _Strings,
+    BeforeValidator(lambda value: [value] if isinstance(value, str) and value else value, _StringOrStrings),
 ]
 """A list of strings, or one by itself."""
 
@@ -188,7 +187,8 @@ def parse_batch_key(value: Any, *at: str | int) -> Any:
     return value
 
 
-BatchKey = Annotated[Any, CustomValidator(parse_batch_key, "key")]
+_StringOrInt = NonEmptyString | int
+BatchKey = Annotated[Any, CustomValidator(parse_batch_key, _StringOrInt)]
 """Of a part of a batch: the key of a mapping or the attribute of an object, or a place in a tuple or list."""
 
 

@@ -46,19 +46,18 @@ def entries_named(name: str) -> list[Entry]:
 
 
 def entry_from_model(kind: str, name: str, model: type[BaseModel]) -> Entry:
-    schema = model.model_json_schema()
-    texts = docs.field_descriptions(model)
+    schema = docs.model_schema(model)
     options = [
         {
             "name": key,
             "type": docs.type_words(item, schema.get("$defs", {})),
             "required": key in schema.get("required", ()),
             "default": item.get("default"),
-            "description": texts.get(key, ""),
+            "description": item.get("description", ""),
         }
         for key, item in schema.get("properties", {}).items()
     ]
-    description = docs.docstring_as_line(model)
+    description = schema.get("description", "")
     return {"kind": kind, "name": name, "source": "built-in", "description": description, "options": options}
 
 

@@ -14,13 +14,33 @@ from types import MappingProxyType
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import core_schema
 
 
-def docstring_as_line(model: type[BaseModel]) -> str:
-    return " ".join((model.__doc__ or "").split())
+def model_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """JSON Schema of a model, described by docstrings; its sections are in `$defs`."""
+    return model.model_json_schema(schema_generator=_SchemaGenerator)
 
 
-def field_descriptions(model: type[BaseModel]) -> dict[str, str]:
+class _SchemaGenerator(GenerateJsonSchema):
+    """Pydantic's, without titles; the docstrings of classes and under fields are the descriptions."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+    def model_schema(self, schema: core_schema.ModelSchema) -> dict[str, Any]:
+        made, model = super().model_schema(schema), schema["cls"]
+        made.pop("title", None)
+        if model.__doc__:
+            made["description"] = " ".join(model.__doc__.split())
+        for name, text in _field_descriptions(model).items():
+            if name in made.get("properties", {}):
+                made["properties"][name]["description"] = text
+        return made
+
+
+def _field_descriptions(model: type[BaseModel]) -> dict[str, str]:
     """The docstring of each documented field, inherited ones included, each as one line."""
     found = {key: f"As `{key}` above." for key in getattr(model, "keys_from_above", ())}
     for base in reversed(model.__mro__):
@@ -49,25 +69,14 @@ def _field_docs_of_classes(body: list[ast.stmt], prefix: str = "") -> Iterator[t
 
 
 _DEFINITIONS = {
-    "init": "{file, missing, unexpected}",
     "data": "a data set",
-    "data_or_pair": "a data set, or {train, evaluate}",
     "optimizer": "an optimizer",
     "mutate": "a mutation",
     "update": "an update",
     "weight": "samples or targets or an import path",
     **dict.fromkeys(("transform", "collate", "sampler"), "an import path"),
-    "parts": "a key, or a list or mapping of keys",
     "group": "{match, options of the optimizer}",
-    "key": "a key",
-    "compile": "true or false or {mode, blocks, dynamic, fullgraph}",
-    "balance": "speed or {host or rank: weight} or {replay}",
-    "period": "a whole number, at least 1, or {samples} or {seconds}",
-    "bucket_cap": "MiB, or a list",
-    "module_name": "a module's name",
-    "nnodes": "a number, or MIN:MAX",
-    "buffers": "auto or every_forward or before_evaluate or never or {when, every, reduce}",
-}  # types that functions of ours read, in words; others are `a` and their name
+}  # definitions of the pipeline's schema, in words; others are `a` and their name
 _TYPES = {
     "integer": "a whole number",
     "number": "a number",

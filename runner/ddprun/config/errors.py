@@ -54,8 +54,8 @@ def with_key_hints(
 
 def section_model_of(field: FieldInfo | None) -> type[BaseModel] | None:
     """The model of a field that is a section of the file, or a list of such; None for any other field."""
-    if field is None or any(isinstance(getattr(mark, "schema", None), str) for mark in field.metadata):
-        return None  # a function of ours reads it, and the schema has a definition of what that takes
+    if field is None or any(not isinstance(getattr(mark, "schema", {}), dict) for mark in field.metadata):
+        return None  # a function of ours reads it, and takes more than the section
     kind: Any = field.annotation
     if get_origin(kind) in (UnionType, Union) and len(given := set(get_args(kind)) - {NoneType}) == 1:
         (kind,) = given  # a section that may be null

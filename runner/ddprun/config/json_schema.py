@@ -8,20 +8,14 @@ from pydantic import BaseModel
 from ddprun import __version__
 from ddprun.config import docs, signatures
 from ddprun.config.choices import CHOICE_KINDS, ChoiceKind
-from ddprun.config.errors import section_model_of
 from ddprun.config.schema import Pipeline
-from ddprun.config.sections import Compile, DataPair, Init, Replay
 from ddprun.config.stages import OVERRIDABLE_KEYS, STAGES, Stage, StepStage
 from ddprun.plugins import CLUSTERS
-from ddprun.sync.plan import BufferSettings
 
 Schema = dict[str, Any]
 
-HOST_RANGE_PATTERN = r"^0*[1-9][0-9]*:0*[1-9][0-9]*$"
-_SIZE_SCHEMA: Schema = {"type": "number", "exclusiveMinimum": 0}
 _KEY_SCHEMA: Schema = {"anyOf": [{"type": "string", "minLength": 1}, {"type": "integer"}]}
 _PATTERNS_SCHEMA: Schema = {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1}
-_KEY_MAPPING_SCHEMA: Schema = {"type": "object", "additionalProperties": _KEY_SCHEMA}
 DOTTED_NAME_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)+$"
 
 
@@ -41,44 +35,14 @@ def json_schema() -> Schema:
     parts = {"name": {"type": "string", "minLength": 1}, "output": _KEY_SCHEMA, "target": _KEY_SCHEMA}
     definitions["any_metric"] = _with_keys_beside("metric", definitions, parts)
     stages = {name: _stage_schema(stage, definitions) for name, stage in STAGES.items()}
-    times: Schema = {"enum": ["auto", "every_forward", "before_evaluate", "never"]}
-    count: Schema = {"type": "integer", "minimum": 1}
     definitions |= {
         "stage": _choice_schema(stages),
-        "buffers": {"anyOf": [times, _model_schema(BufferSettings, definitions)]},
-        "data_or_pair": {"anyOf": [{"$ref": "#/$defs/data"}, _model_schema(DataPair, definitions)]},
-        "key": _KEY_SCHEMA,
-        "init": {"anyOf": [{"type": "string"}, _model_schema(Init, definitions)]},
-        "balance": {
-            "anyOf": [
-                {"enum": ["speed", None]},
-                _model_schema(Replay, definitions),
-                {"type": "object", "additionalProperties": _SIZE_SCHEMA, "minProperties": 1},
-            ]
-        },
-        "period": {
-            "anyOf": [
-                count,
-                {
-                    "type": "object",
-                    "properties": {"samples": count, "seconds": _SIZE_SCHEMA},
-                    "additionalProperties": False,
-                    "minProperties": 1,
-                    "maxProperties": 1,
-                },
-            ]
-        },
-        "bucket_cap": {"anyOf": [_SIZE_SCHEMA, {"type": "array", "items": _SIZE_SCHEMA, "minItems": 1}]},
-        "compile": {"anyOf": [{"type": "boolean"}, _model_schema(Compile, definitions)]},
         "group": {
             "type": "object",
             "properties": {"match": {"anyOf": [{"type": "string"}, _PATTERNS_SCHEMA]}},
             "required": ["match"],
             "minProperties": 2,
         },
-        "parts": {"anyOf": [_KEY_SCHEMA, {"type": "array", "items": _KEY_SCHEMA}, _KEY_MAPPING_SCHEMA]},
-        "module_name": {"type": "string"},
-        "nnodes": {"anyOf": [count, {"type": "string", "pattern": HOST_RANGE_PATTERN}]},
     }
     for name, cluster in CLUSTERS.load_available().items():
         definitions[f"cluster.{name}"] = _model_schema(cluster.Options, definitions)
@@ -95,41 +59,22 @@ def json_schema() -> Schema:
 
 
 def _model_schema(model: type[BaseModel], definitions: dict[str, Schema]) -> Schema:
-    """Schema of one model; its sections go to the definitions, described by their docstrings."""
-    schema = model.model_json_schema()
-    sections = schema.pop("$defs", {})
-    for key, field in model.model_fields.items():
-        if section := section_model_of(field):
-            name = section.__name__
-            definitions[name] = _described(_with_references(sections[name]), section)
-            if field.default == {}:
-                schema["properties"][key]["default"] = section().model_dump(mode="json")
-    return _described(_with_references(schema), model)
+    """Schema of one model; its sections go to the definitions."""
+    schema: Schema = _with_references(docs.model_schema(model))
+    definitions.update(schema.pop("$defs", {}))
+    return schema
 
 
 def _with_references(schema: Any) -> Any:
-    """References for the types that our own functions read, and no titles."""
+    """References for what has a definition of ours."""
     if isinstance(schema, list):
         return [_with_references(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     if "definition" in schema and isinstance(schema["definition"], str):
-        rest = {key: value for key, value in schema.items() if key not in ("definition", "title")}
+        rest = {key: value for key, value in schema.items() if key != "definition"}
         return {"$ref": f"#/$defs/{schema['definition']}", **rest}
-    return {
-        key: _with_references(value)
-        for key, value in schema.items()
-        if key != "title" or isinstance(value, dict)
-    }
-
-
-def _described(schema: Schema, model: type[BaseModel]) -> Schema:
-    if summary := docs.docstring_as_line(model):
-        schema["description"] = summary
-    for name, text in docs.field_descriptions(model).items():
-        if name in schema.get("properties", {}):
-            schema["properties"][name]["description"] = text
-    return schema
+    return {key: _with_references(value) for key, value in schema.items()}
 
 
 def _stage_schema(stage: type[Stage], definitions: dict[str, Schema]) -> Schema:

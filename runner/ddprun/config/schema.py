@@ -54,13 +54,13 @@ class Pipeline(Options):
     model: Annotated[Choice, choice_validator("model")]
     """What is trained."""
 
-    init: Annotated[sections.Init, CustomValidator(sections.parse_init, "init")] | None = None
+    init: sections.InitField | None = None
     """A file of weights to start from; null keeps the weights that the model is created with."""
 
     freeze: sections.Patterns = ()
     """Parameters that are not trained: patterns of their names."""
 
-    data: Annotated[Choice | sections.DataPair, choice_validator("data", sections.parse_data, "data_or_pair")]
+    data: sections.DataField
     """What the model is trained on; a built-in data set has a held-out part of its own."""
 
     loader: sections.Loader = Field({}, validate_default=True)
@@ -117,7 +117,7 @@ class Pipeline(Options):
     deterministic: bool = False
     """Use only deterministic algorithms; an operation that has none is an error."""
 
-    compile: Annotated[sections.Compile, CustomValidator(sections.parse_compile, "compile")] | None = None
+    compile: sections.CompileField | None = None
     """Compile the model with `torch.compile`: true, or how; null and false do not compile it."""
 
     ddp: sections.Ddp = Field({}, validate_default=True)

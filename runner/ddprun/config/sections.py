@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, model_validator
 
-from ddprun.config.built_ins import NonEmptyString, OneOrMore, parse_batch_key
+from ddprun.config.built_ins import BatchKey, NonEmptyString, OneOrMore, parse_batch_key
 from ddprun.config.choices import Choice, choice_validator, parse_choice, parse_metric
 from ddprun.config.errors import validate
 from ddprun.options import (
@@ -24,6 +24,7 @@ from ddprun.sync.plan import BufferSettings
 from ddprun_hooks.config.trust import read_trust_policy
 
 _HOST_RANGE = re.compile(r"([0-9]{1,9}):([0-9]{1,9})")
+_HostRange = Annotated[str, Field(pattern=r"^0*[1-9][0-9]*:0*[1-9][0-9]*$")]
 SAFETENSORS_CONSTRAINT = pattern_constraint(
     r"^[^\x00-\x1f\x7f]*\.safetensors$", 'a file name that ends in ".safetensors", without control characters'
 )
@@ -62,12 +63,13 @@ class DataPair(Options):
     """What evaluate stages read."""
 
 
-def parse_data(value: Any) -> Choice | DataPair:
+def _parse_data(value: Any) -> Choice | DataPair:
     if isinstance(value, dict) and ("train" in value or "evaluate" in value):
         return validate(DataPair, value)
     return parse_choice("data", value)
 
 
+DataField = Annotated[Annotated[Choice, choice_validator("data")] | DataPair, CustomValidator(_parse_data)]
 Patterns = Annotated[tuple[NonEmptyString, ...], Field(strict=False)]
 
 
@@ -84,10 +86,13 @@ class Init(Options):
     """Weights that the file may hold in addition to the model's."""
 
 
-def parse_init(value: Any) -> Init:
+def _parse_init(value: Any) -> Init:
     if not isinstance(value, str | dict):
         raise expected("a file, or {file: …, missing: […], unexpected: […]}")
     return validate(Init, {"file": value} if isinstance(value, str) else value)
+
+
+InitField = Annotated[Init, CustomValidator(_parse_init, str | Init)]
 
 
 @dataclass(frozen=True)
@@ -132,7 +137,8 @@ class Replay(Options):
     """The run's folder, relative to the pipeline's."""
 
 
-_BALANCE_WEIGHTS = TypeAdapter(dict[str, PositiveFloat], config=ConfigDict(strict=True, allow_inf_nan=False))
+_Weights = dict[str, PositiveFloat]
+_BALANCE_WEIGHTS = TypeAdapter(_Weights, config=ConfigDict(strict=True, allow_inf_nan=False))
 
 
 def _parse_balance(value: Any) -> Any:
@@ -141,9 +147,6 @@ def _parse_balance(value: Any) -> Any:
     if not isinstance(value, dict) or not value:
         raise expected("how ranks share samples", "write speed, {host or rank: weight}, or {replay: folder}")
     return validate(Replay, value) if "replay" in value else _BALANCE_WEIGHTS.validate_python(value)
-
-
-_BALANCE = CustomValidator(_parse_balance, "balance")
 
 
 class Loader(Options):
@@ -165,7 +168,7 @@ class Loader(Options):
     """Samples of an optimizer step, of all ranks, however many they are; `batch_size` is then the most of a
     rank and micro-step. null is `batch_size` x ranks x `accumulate`."""
 
-    balance: Annotated[dict[str, float] | Replay | Literal["speed"] | None, _BALANCE] = None
+    balance: Annotated[Literal["speed"] | _Weights | Replay | None, CustomValidator(_parse_balance)] = None
     """The ranks' shares of each micro-batch or round: `speed` measures and adjusts them, a mapping of hosts
     or ranks has fixed weights, `{replay: folder}` takes those of an earlier run. null is equal shares."""
 
@@ -204,7 +207,8 @@ def _parse_batch_keys(value: Any) -> Any:
     return parse_batch_key(value)
 
 
-BatchParts = Annotated[Any, CustomValidator(_parse_batch_keys, "parts")]
+_BatchKeys = BatchKey | tuple[BatchKey, ...] | dict[str, BatchKey]
+BatchParts = Annotated[Any, CustomValidator(_parse_batch_keys, _BatchKeys)]
 
 
 class Batch(Options):
@@ -238,7 +242,7 @@ class Compile(Options):
     """A graph break is an error; false runs what cannot be compiled uncompiled."""
 
 
-def parse_compile(value: Any) -> Compile | None:
+def _parse_compile(value: Any) -> Compile | None:
     if value is None or isinstance(value, bool):
         return Compile() if value else None
     if not isinstance(value, dict):
@@ -246,10 +250,14 @@ def parse_compile(value: Any) -> Compile | None:
     return validate(Compile, value)
 
 
+CompileField = Annotated[Compile, CustomValidator(_parse_compile, bool | Compile)]
+
+
 _BucketCap = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
+_BucketCaps = Annotated[tuple[_BucketCap, ...], Field(min_length=1)]
 _DEFERRED = ConfigDict(defer_build=True)
 _ONE_BUCKET_CAP = TypeAdapter(_BucketCap, config=_DEFERRED)
-_BUCKET_CAPS = TypeAdapter(Annotated[tuple[_BucketCap, ...], Field(min_length=1)], config=_DEFERRED)
+_BUCKET_CAPS = TypeAdapter(_BucketCaps, config=_DEFERRED)
 
 
 def _parse_bucket_cap(value: Any) -> float | tuple[float, ...]:
@@ -263,9 +271,7 @@ def _parse_bucket_cap(value: Any) -> float | tuple[float, ...]:
 class Ddp(Options):
     """Options of DistributedDataParallel."""
 
-    bucket_cap_mb: Annotated[float | tuple[float, ...], CustomValidator(_parse_bucket_cap, "bucket_cap")] = (
-        25.0
-    )
+    bucket_cap_mb: Annotated[_BucketCap | _BucketCaps, CustomValidator(_parse_bucket_cap)] = 25.0
     """Size in MiB at which a bucket is full. A list has one size for each bucket, in the order in which
     backward fills them; the last one applies to all that follow."""
 
@@ -377,9 +383,7 @@ def _parse_module_name(value: Any) -> str:
     return value
 
 
-ModuleNames = Annotated[
-    tuple[Annotated[str, CustomValidator(_parse_module_name, "module_name")], ...], Field(strict=False)
-]
+ModuleNames = Annotated[tuple[Annotated[str, CustomValidator(_parse_module_name)], ...], Field(strict=False)]
 
 
 class Launch(Options):
@@ -388,7 +392,7 @@ class Launch(Options):
     nproc_per_node: PositiveInt | None = None
     """Ranks per host; null is one for each GPU, or two on a host without GPUs."""
 
-    nnodes: Annotated[int | str, CustomValidator(_parse_nnodes, "nnodes")] = 1
+    nnodes: Annotated[PositiveInt | _HostRange, CustomValidator(_parse_nnodes)] = 1
     """Hosts: a number, or "MIN:MAX" for a run that continues when hosts leave or join."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -424,4 +428,5 @@ def parse_buffers(value: Any) -> BufferSettings:
     return validate(BufferSettings, {"when": value} if isinstance(value, str) else value)
 
 
-BuffersField = Annotated[BufferSettings, CustomValidator(parse_buffers, "buffers")]
+_BuffersInFile = Literal["auto", "every_forward", "before_evaluate", "never"] | BufferSettings
+BuffersField = Annotated[BufferSettings, CustomValidator(parse_buffers, _BuffersInFile)]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import TypeAdapter, model_serializer, model_validator
+from pydantic import ConfigDict, TypeAdapter, model_serializer, model_validator
 
 from ddprun.options import CustomValidator, Options, PositiveFloat, PositiveInt, expected, problem
 
@@ -38,6 +38,8 @@ class Round(Options):
     seconds: PositiveFloat | None = None
     """How long a rank works; the number of samples is what it then manages."""
 
+    model_config = ConfigDict(json_schema_extra={"minProperties": 1, "maxProperties": 1})
+
     @model_serializer
     def _as_written(self) -> dict[str, Any]:
         both = {"samples": self.samples, "seconds": self.seconds}
@@ -61,7 +63,7 @@ def _parse_period(value: Any) -> Any:
     return Round.model_validate(value)
 
 
-Period = Annotated[PositiveInt | Round, CustomValidator(_parse_period, "period")]
+Period = Annotated[PositiveInt | Round, CustomValidator(_parse_period)]
 """From one exchange to the next: a number of steps, or a round, which is one step."""
 
 
