@@ -184,13 +184,8 @@ def _period_longer_than_stage(pipeline: Pipeline) -> Iterator[KeyConflict]:
         assert isinstance(policy, SyncPolicy)
         if settings.steps is None or period <= settings.steps:
             continue
-        effect = "ranks synchronise only at its end"
-        if not pipeline.averages_at_end_of(stage):
-            effect = "ranks do not synchronise in it"
-        elif len({transfer.fragment for transfer in settings.plan.transfers}) > 1:
-            effect = "some fragments are exchanged only at its end"
         key = policy.period_key
-        text = f'"{key}: {period}" is longer than "steps: {settings.steps}" of {stage.path}: {effect}'
+        text = f'"{key}: {period}" is longer than "steps: {settings.steps}" of {stage.path}'
         own = f"sync.{settings.sync.name}.{key}" if "sync" in stage.model_fields_set else "steps"
         yield warning(f"{stage.path}.{own}", text, "shorten the period or lengthen the stage")
 
