@@ -13,29 +13,18 @@ from ddprun.config.stages import OVERRIDABLE_KEYS, StepStage
 from ddprun.config.tree import format_path
 from ddprun.run_files import describe_invalid
 
-_UNCHANGEABLE_KEYS = {
-    "seed": "it decides the order of samples",
-    "model": "the weights belong to it",
-    "data": "the saved position would not fit the data",
-    "loss": "the optimizer's state belongs to it",
-    "precision": "weights and loss scale belong to it",
-    "freeze": "the optimizer's state belongs to what is not frozen",
-    "groups": "the optimizer's state belongs to them",
-    "stages": "the optimizer's state belongs to their turns",
-    "optimizer": "the checkpoint holds no state for it",
-    "loader.shuffle": "samples would be seen twice, others not at all",
-    "batch": "the optimizer's state belongs to the loss",
-    "weight_by": "the optimizer's state belongs to the loss",
-    "loader.sampler": "samples would be seen twice, others not at all",
-    "loader.sharded": "samples would be seen twice, others not at all",
-}  # what a resumed run cannot change, and why
+_UNCHANGEABLE_KEYS = (
+    *("seed", "model", "data", "loss", "precision", "freeze", "groups", "stages", "optimizer"),
+    *("loader.shuffle", "batch", "weight_by", "loader.sampler", "loader.sharded"),
+)  # what a resumed run cannot change: weights, the optimizer's state or the order of samples belong to it
 _STAGE_STATE_KEYS = ("sync", "mutate", "update", "data", "freeze", "turns")  # fixed once a stage has begun
 
 
 def check_and_list_changes(
     loaded: LoadedPipeline, checkpoint_pipeline: dict[str, Any], *, next_stage: int, begun_stage: int | None
-) -> list[str]:
-    """Compare a pipeline with that of a checkpoint, key by key; a line for each change that is allowed.
+) -> tuple[Pipeline, list[str]]:
+    """Compare a pipeline with that of a checkpoint, key by key: the latter, and a line for each change that
+    is allowed.
 
     `checkpoint_pipeline` is from `LoadedPipeline.as_dict`. `next_stage` runs next; `begun_stage` is the last
     stage with steps that has begun, None if none has. A PipelineError: changes that are not allowed.
@@ -49,19 +38,16 @@ def check_and_list_changes(
     faults = [*_unchangeable_key_faults(loaded, old), *_stage_faults(loaded, old, next_stage, begun_stage)]
     if faults:
         raise PipelineError(faults)
-    return [
+    return old, [
         f"{format_path(path)}: {flow_yaml(was)} in the checkpoint, {flow_yaml(now)} now"
         for path, was, now in _differences(to_plain_data(old), loaded.as_dict(), ())
     ]
 
 
-def learning_rates_changed(loaded: LoadedPipeline, checkpoint_pipeline: dict[str, Any], stage: int) -> bool:
-    """Whether a stage's learning rates differ from the checkpoint's: by optimizer, schedule, or lengths."""
+def learning_rates_changed(old: Pipeline, new: Pipeline, stage: int) -> bool:
+    """Whether a stage's learning rates differ: by optimizer, schedule, or lengths."""
     sides = []
-    for pipeline in (
-        pipeline_with_cluster_keys(checkpoint_pipeline).model_validate(checkpoint_pipeline),
-        loaded.pipeline,
-    ):
+    for pipeline in (old, new):
         taken = pipeline.stages[stage]
         assert isinstance(taken, StepStage)
         settings = taken.effective_settings(pipeline)
@@ -75,11 +61,11 @@ def learning_rates_changed(loaded: LoadedPipeline, checkpoint_pipeline: dict[str
 def _unchangeable_key_faults(loaded: LoadedPipeline, old: Pipeline) -> Iterator[PipelineFault]:
     was: Any = to_plain_data(old) | _fixed_optimizer_parts(old)
     now: Any = loaded.as_dict() | _fixed_optimizer_parts(loaded.pipeline)
-    for path, why in _UNCHANGEABLE_KEYS.items():
+    for path in _UNCHANGEABLE_KEYS:
         section, _, key = path.rpartition(".")
         before, here = (side[section][key] if section else side[key] for side in (was, now))
         if before != here:
-            yield _change_fault(loaded, path, before, here, why)
+            yield _change_fault(loaded, path, before, here, "the checkpoint's state belongs to it")
 
 
 def _fixed_optimizer_parts(pipeline: Pipeline) -> dict[str, Any]:

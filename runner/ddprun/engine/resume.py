@@ -42,7 +42,7 @@ def resume(session: Session) -> None:
         saved = _read_state(session, found)
         before, cursor = saved["pipeline"], saved["position"]
         _reopen_longer_stage(session, before, cursor)
-    notes = check_and_list_changes(
+    old_pipeline, notes = check_and_list_changes(
         runtime.loaded, before, next_stage=cursor["next"], begun_stage=cursor["stage"]
     )
     changed_data = _check_data(session, saved)
@@ -54,7 +54,7 @@ def resume(session: Session) -> None:
         reporter.events.warning("data_changed", name=name, how=text, mid_epoch=mid_epoch)
         reporter.note(f"{name} has changed: {text}")
     if state.cursor.mid_stage:
-        new_rates = learning_rates_changed(runtime.loaded, before, cursor["next"])
+        new_rates = learning_rates_changed(old_pipeline, runtime.loaded.pipeline, cursor["next"])
         state.resume_state = {**saved, "new_rates": new_rates, "checkpoint": checkpoint}
     for note in notes:
         reporter.note(note)
