@@ -76,9 +76,16 @@ class ChoiceKind:
             return self.plugins.options_model(name)
         return self.options.get(name)
 
-    @property
-    def built_in_options(self) -> Mapping[str, type[BaseModel]]:
-        return {name: model for name in self.built_in() if (model := self.built_in_options_of(name))}
+    def models(self) -> Iterator[tuple[str, type[BaseModel] | None, str]]:
+        """What can be named: its name, its options (None: they may not be imported), and its source."""
+        for name in self.built_in():
+            yield name, self.built_in_options_of(name), "built-in"
+        if self.torch_kind:
+            for name in signatures.offered_class_names(self.torch_kind):
+                yield name, signatures.torch_options_model(self.torch_kind, name), "torch"
+        if self.plugins:
+            for name, model in self.plugins.options_of_installed().items():
+                yield name, model, "installed"
 
     def names(self) -> list[str]:
         """Every name without a dot that is known, as a file may write it."""

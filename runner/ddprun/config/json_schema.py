@@ -90,22 +90,17 @@ def _stage_schema(stage: type[Stage], definitions: dict[str, Schema]) -> Schema:
 
 
 def _kind_schema(kind: ChoiceKind, definitions: dict[str, Schema]) -> Schema:
-    built_in = kind.built_in_options.items()
-    options = {name: _model_schema(model, definitions) for name, model in built_in}
-    if kind.torch_kind:
-        for name in signatures.offered_class_names(kind.torch_kind):
-            schema = _model_schema(signatures.torch_options_model(kind.torch_kind, name), definitions)
-            for key in schema.get("properties", {}).values():
-                key.pop("default", None)
-            schema["description"] = signatures.docstring_summary(kind.torch_kind, name)
+    options: dict[str, Schema] = {}
+    for name, model, source in kind.models():
+        schema = _model_schema(model, definitions) if model else {"type": "object"}
+        if kind.torch_kind and source == "torch":
             definitions[f"{kind.name}.{name}"] = schema
             reference = {"$ref": f"#/$defs/{kind.name}.{name}"}
             if "required" in schema:
                 reference["required"] = schema["required"]
             options |= dict.fromkeys(signatures.spellings(kind.torch_kind, name), reference)
-    installed = kind.plugins.options_of_installed() if kind.plugins else {}
-    for name, added in installed.items():
-        options[name] = _model_schema(added, definitions) if added else {"type": "object"}
+        else:
+            options[name] = schema
     return _choice_schema(options, dotted=bool(kind.dotted_description))
 
 

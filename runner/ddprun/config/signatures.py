@@ -106,10 +106,21 @@ def torch_options(kind: TorchKind, name: str) -> tuple[TorchOption, ...]:
 def torch_options_model(kind: TorchKind, name: str) -> type[BaseModel]:
     """A pydantic model of the options of one class."""
     fields: dict[str, Any] = {
-        item.name: (_type_in_file(item.annotation), ... if item.required else None)
+        item.name: (_type_in_file(item.annotation), ... if item.required else _shown_default(kind, item))
         for item in torch_options(kind, name)
     }
-    return create_model(name, __base__=Options, **fields)
+    return create_model(name, __base__=Options, __doc__=f"{_docstring_summary(kind, name)}.", **fields)
+
+
+def _shown_default(kind: TorchKind, option: TorchOption) -> Any:
+    """A default for readers, torch takes its own: a value, or an expression such as `1.0 / 3` as written."""
+    if kind == "schedule" and option.name in _LENGTH_OPTIONS:
+        return "the stage's steps"
+    try:
+        value = ast.literal_eval(option.default)
+    except ValueError:
+        return option.default
+    return list(value) if isinstance(value, tuple) else value
 
 
 class _Tuple:
@@ -231,7 +242,7 @@ def _parameters(init: ast.FunctionDef, kind: TorchKind) -> tuple[TorchOption, ..
     return tuple(found)
 
 
-def docstring_summary(kind: TorchKind, name: str) -> str:
+def _docstring_summary(kind: TorchKind, name: str) -> str:
     """The first sentence of the class's docstring, or of the text that is assigned to its `__doc__`."""
     text = ""
     for node in _parse(_classes(kind)[name]).body:
