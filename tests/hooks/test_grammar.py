@@ -45,13 +45,9 @@ CASES: list[tuple[list[HookSpec], tuple[object, ...], str]] = [
         (0, "hierarchical", "within", 0),
         "16-bit sums are computed in fp32 anyway",
     ),
-    (
-        [SUMMED_IN_FP32, "hierarchical"],
-        (1,),
-        'with "accumulate" ends the stack; move "bf16" into "across"',
-    ),
-    ([SUMMED_IN_FP32, "topk"], (1,), 'remove one of the two, or "accumulate"'),
-    ([SUMMED_IN_FP32, "powersgd"], (1,), 'move "powersgd" before it'),
+    ([SUMMED_IN_FP32, "hierarchical"], (1,), 'after "bf16", which with "accumulate" ends the stack'),
+    ([SUMMED_IN_FP32, "topk"], (1,), 'after "bf16", which with "accumulate" ends the stack'),
+    ([SUMMED_IN_FP32, "powersgd"], (1,), 'after "bf16", which with "accumulate" ends the stack'),
     ([SUMMED_IN_FP32, "fp16"], (1,), "one cast is enough"),
     (
         [{"hierarchical": {"across": ["hierarchical"]}}],
@@ -90,16 +86,14 @@ def test_a_cast_before_values_of_another_type_is_a_warning() -> None:
     stack: list[HookSpec] = ["fp16", {"topk": {"values": "int8"}}]
     (problem,) = grammar.stack_problems([grammar.make_stack_entry(*parse_spec(spec)) for spec in stack])
     assert problem.severity == "warning"
-    assert '"fp16" saves nothing before "topk", which sends values as int8' in problem.text
+    assert '"fp16" saves nothing before "topk"' in problem.text
     assert not grammar.stack_problems([grammar.make_stack_entry("fp16"), grammar.make_stack_entry("topk")])
 
 
-@pytest.mark.parametrize(
-    ("codes", "bits"), [("int8", "8"), ("int4", "4"), ("int2", "2"), ("fp8", "8"), ("auto_bits", "2- to 16")]
-)
-def test_what_has_no_effect_but_does_no_harm_is_a_warning(codes: str, bits: str) -> None:
+@pytest.mark.parametrize("codes", ["int8", "int4", "int2", "fp8", "auto_bits"])
+def test_what_has_no_effect_but_does_no_harm_is_a_warning(codes: str) -> None:
     """A cast before codes."""
     (problem,) = grammar.stack_problems([grammar.make_stack_entry("fp16"), grammar.make_stack_entry(codes)])
     assert problem.severity == "warning"
-    assert f'"{codes}", which sends {bits}-bit codes' in problem.text
+    assert f'"fp16" saves nothing before "{codes}"' in problem.text
     assert make_stack(["fp16", codes]).names == ("fp16", codes)

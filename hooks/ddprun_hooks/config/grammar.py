@@ -7,7 +7,7 @@ from typing import Any, Literal
 from ddprun_hooks.config.options import BUILT_IN, Role, parse_spec
 
 CASTS = frozenset({"fp16", "bf16"})
-CODE_BITS = {"int8": "8", "int4": "4", "int2": "2", "fp8": "8", "auto_bits": "2- to 16"}
+CODES = frozenset({"int8", "int4", "int2", "fp8", "auto_bits"})
 ALLOWED_WITHIN = CASTS | {"shared_memory"}  # hooks that "within" takes
 LEVELS = ("within", "across")  # of `hierarchical`: inside a host, and between hosts
 
@@ -23,12 +23,9 @@ class StackEntry:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def sends(self) -> str | None:
-        """What it sends, whatever it gets; None: that depends on what it gets."""
-        if self.name in CODE_BITS:
-            return f"{CODE_BITS[self.name]}-bit codes"
-        values = self.options.get("values") if self.name == "topk" else None
-        return values and f"values as {values}"
+    def sends_own_type(self) -> bool:
+        """It sends the same type, whatever it gets."""
+        return self.name in CODES or (self.name == "topk" and bool(self.options.get("values")))
 
 
 @dataclass(frozen=True)
@@ -77,28 +74,13 @@ def _problems(
             yield StackProblem(here, f'"{name}" is in this stack twice; the second has no effect; remove one')
         elif name in CASTS and casts:
             yield StackProblem(here, f'"{name}" comes after "{casts[0]}": one cast is enough; remove one')
-        elif reducer in CASTS:
-            hint = f'move "{name}" before it'
-            if name == "hierarchical":
-                hint = f'move "{reducer}" into "across" of "hierarchical"'
-            elif hook.role == "reducer":
-                hint = 'remove one of the two, or "accumulate"'
-            yield StackProblem(
-                here, f'"{name}" comes after "{reducer}", which with "accumulate" ends the stack; {hint}'
-            )
         elif reducer is not None:
-            yield StackProblem(
-                here,
-                f'"{name}" comes after "{reducer}", which ends the stack: '
-                f'a stack is codecs first, then at most one reducer; move "{name}" before it',
-            )
-        elif hook.sends and casts:
-            yield StackProblem(
-                here,
-                f'"{casts[0]}" saves nothing before "{name}", which sends {hook.sends} of whatever it gets; '
-                f'remove "{casts[0]}"',
-                "warning",
-            )
+            which = 'which with "accumulate"' if reducer in CASTS else "which"
+            text = f'"{name}" comes after "{reducer}", {which} ends the stack: a stack is codecs first, '
+            yield StackProblem(here, f"{text}then at most one reducer; move or remove one of the two")
+        elif hook.sends_own_type and casts:
+            text = f'"{casts[0]}" saves nothing before "{name}", which sends its own type; remove the cast'
+            yield StackProblem(here, text, "warning")
         elif name == "topk" and hook.options.get("decay", 1) != 1 and "powersgd" in previous_names:
             text = '"decay" has no effect after "powersgd", which keeps what is not sent; remove it'
             yield StackProblem((*here, name, "decay"), text, "warning")
