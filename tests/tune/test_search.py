@@ -12,8 +12,7 @@ from ddprun.explain.model_probe import WorldShape
 from ddprun.predict.links import Links, parse_links
 from ddprun.tune.candidates import find_tuned_stage
 from ddprun.tune.choose import QualityFloors
-from ddprun.tune.rounds import short_run_overrides, steps_per_turn_and_run
-from ddprun.tune.search import SearchOutcome, why_not_run
+from ddprun.tune.search import SearchOutcome, short_run_overrides, steps_per_turn_and_run, why_not_run
 from ddprun.tune.text import render_text, to_json_data, winner_file_comment
 from tests.report.made_up import STEP_US, make
 from tests.tune.figures import Figures

@@ -7,8 +7,7 @@ from textwrap import wrap
 from typing import Any, Literal, NamedTuple
 
 from ddprun.report.blocks import Chart, NamedDigests
-from ddprun.report.digest import Curve, RunDigest, SlowStep, Timeline
-from ddprun.report.parts import STEP_PARTS
+from ddprun.report.digest import STEP_PARTS, Curve, RunDigest, SlowStep, Timeline
 from ddprun.telemetry.records import PARTS
 from ddprun.units import abbreviated_list, format_bit_rate
 

@@ -18,7 +18,6 @@ from itertools import groupby, zip_longest
 from statistics import median
 from typing import Any, NamedTuple
 
-from ddprun.report.parts import STEP_PARTS
 from ddprun.telemetry.reader import Run, steps_between
 from ddprun.telemetry.records import (
     PARTS,
@@ -45,6 +44,37 @@ PERCENTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "longest": 1.0}  # of how l
 _TrafficKey = tuple[int, str, tuple[str, ...]]  # stage, kind, hooks
 _StepKind = tuple[bool, tuple[str, ...]]
 """Whether ranks exchanged something in a step, and the numbers beside its loss: of the turns that ran."""
+
+
+class Part(NamedTuple):
+    """A part of a step as a report names, groups and draws it. Colours are such that colour-blind readers
+    tell them apart (Okabe and Ito, https://jfly.uni-koeln.de/color/), and patterns, so that nothing depends
+    on colour alone.
+    """
+
+    name: str  # in tables and charts
+    category: str
+    colour: str
+    pattern: str = ""
+
+    @property
+    def marker(self) -> dict[str, Any]:
+        """The colour and pattern as the `marker` of a plotly bar trace."""
+        pattern = {"shape": self.pattern, "fillmode": "overlay", "fgcolor": "rgba(0,0,0,0.45)", "size": 6}
+        return {"color": self.colour, "pattern": pattern}
+
+
+STEP_PARTS = {  # in the order of `PARTS`
+    "data_us": Part("loading data", "data", "#999999", "."),
+    "forward_us": Part("forward", "compute", "#56B4E9"),
+    "backward_us": Part("backward", "compute", "#0072B2"),
+    "exposed_hook_us": Part("launch and hooks, exposed", "hook", "#CC79A7", "x"),
+    "exposed_wait_us": Part("waiting for the last rank", "wait", "#D55E00", "/"),
+    "exposed_wire_us": Part("wire, exposed", "wire", "#E69F00", "\\"),
+    "optimizer_us": Part("optimizer", "compute", "#009E73"),
+    "sync_us": Part("between steps", "sync", "#F0E442", "-"),
+    "other_us": Part("other", "other", "#777777", "+"),
+}
 
 
 @dataclass(frozen=True, slots=True)

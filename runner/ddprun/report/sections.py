@@ -24,8 +24,7 @@ from ddprun.report.blocks import (
     format_with_equal_decimals,
 )
 from ddprun.report.charts import StyledCurve
-from ddprun.report.digest import PERCENTILES, Curve, RunDigest, Timeline, Traffic
-from ddprun.report.parts import STEP_PARTS
+from ddprun.report.digest import PERCENTILES, STEP_PARTS, Curve, RunDigest, Timeline, Traffic
 from ddprun.report.predicted import PART_NAMES, StageComparison
 from ddprun.report.sentences import ending
 from ddprun.telemetry.reader import readable_event_name
