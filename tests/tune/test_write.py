@@ -10,7 +10,7 @@ import pytest
 from ddprun.cli import main
 from ddprun.config import load
 from ddprun.config.resolved import flow_yaml
-from ddprun.tune.write import overrides_without_secrets, save, tuned_text
+from ddprun.tune.text import overrides_without_secrets, save, tuned_text
 
 HEAD = """# My pipeline.
 model: {mlp: {inputs: 64, hidden: [32], outputs: 10}}  # small

@@ -203,15 +203,14 @@ def _check_output(output: Path, loaded: LoadedPipeline) -> None:
 
 
 def _write_winner(outcome: "SearchOutcome", loaded: LoadedPipeline, output: Path) -> str:
-    from ddprun.tune import write
-    from ddprun.tune.text import winner_file_comment
+    from ddprun.tune.text import overrides_without_secrets, save, tuned_text, winner_file_comment
 
     assert outcome.winner is not None
-    kept = write.overrides_without_secrets(loaded)
+    kept = overrides_without_secrets(loaded)
     settings = (word for text in kept for word in ("--set", text))
     heading = winner_file_comment(outcome, shlex.join(["ddprun", "tune", str(loaded.path), *settings]))
-    text = write.tuned_text(loaded, (*kept, *outcome.winner.candidate.overrides), heading)
-    write.save(text, output, permissions_from=loaded.path)
+    text = tuned_text(loaded, (*kept, *outcome.winner.candidate.overrides), heading)
+    save(text, output, permissions_from=loaded.path)
     if left_out := [key_of(text) for text in loaded.overrides if text not in kept]:
         say(f"not written, because they hold secrets: --set {', '.join(left_out)}; give them again")
     else:

@@ -1,12 +1,16 @@
-"""What a search says: a table of what was tried, the winner with its reasons, and the same as JSON."""
+"""What a search says: a table of what was tried, the winner with its reasons and file, the same as JSON."""
 
 import math
+import os
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from ddprun.config.resolved import flow_yaml, to_plain_data
+from ddprun.config import LoadedPipeline, load
+from ddprun.config.resolved import flow_yaml, to_plain_data, written_yaml
+from ddprun.run_files import replace_atomically
 from ddprun.tune import choose
 from ddprun.tune.candidates import CANDIDATE_KINDS, Candidate
 from ddprun.tune.search import SearchOutcome
@@ -189,6 +193,26 @@ def winner_file_comment(outcome: SearchOutcome, command: str) -> list[str]:
         for key, value in outcome.winner.candidate.changes.items()
     ]
     return [*textwrap.wrap(text, 98, break_on_hyphens=False), "Changed:", *changed]
+
+
+def overrides_without_secrets(loaded: LoadedPipeline) -> list[str]:
+    """The `--set` options that are written to a file."""
+    return [text for text in loaded.overrides if loaded.secrets.redact(text) == text]
+
+
+def tuned_text(loaded: LoadedPipeline, overrides: Sequence[str], heading: Sequence[str]) -> str:
+    """The keys of the file with these overrides in place of its own; `heading`: comment lines at the top."""
+    # A line break of any kind would end the comment.
+    lines = (" ".join(loaded.secrets.redact(line).split()) for line in heading)
+    head = "".join(f"# {line}".rstrip() + "\n" for line in lines)
+    return head + written_yaml(load(loaded.path, overrides, loaded.folder).root)
+
+
+def save(text: str, path: Path, permissions_from: Path) -> None:
+    """Write a file whole or not at all; others may read it if they may read `permissions_from`."""
+    with replace_atomically(path.parent, path.name) as file:
+        os.fchmod(file.fileno(), os.stat(permissions_from).st_mode & 0o666)
+        file.write(text.encode())
 
 
 def to_json_data(outcome: SearchOutcome, written: str | None) -> dict[str, Any]:
