@@ -13,7 +13,6 @@ from ddprun import EXIT_FAILURE, EXIT_SUCCESS, standard_streams
 from ddprun.cli import printing
 from ddprun.cli.run import FlagValue, add_torchrun_flags, format_option, given_flags
 from ddprun.doctor import Finding, Report
-from ddprun.standard_streams import say
 from ddprun.units import format_count
 
 _LEVEL_COLORS = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "red"}
@@ -40,15 +39,13 @@ def doctor(form: str, timeout_s: float, **flags: FlagValue) -> int:
     """
     from ddprun.doctor.run import run
 
-    done = run(given_flags(flags), timeout_s)
-    if done.report is not None:
+    fit, report = run(given_flags(flags), timeout_s)
+    if report is not None:
         if form == "json":
-            click.echo(json.dumps(done.report.as_dict(), indent=2, ensure_ascii=False))
+            click.echo(json.dumps(report.as_dict(), indent=2, ensure_ascii=False))
         else:
-            click.echo(format_report(done.report), color=printing.use_color(sys.stdout))
-    if done.fault:
-        say(done.fault)
-    if not done.fit:
+            click.echo(format_report(report), color=printing.use_color(sys.stdout))
+    if not fit:
         standard_streams.flush()
         os._exit(EXIT_FAILURE)  # threads may hang in collectives whose peers are gone
     return EXIT_SUCCESS

@@ -3,7 +3,6 @@
 import os
 import signal
 from contextlib import suppress
-from dataclasses import dataclass
 
 from ddprun.doctor import Finding, Report
 from ddprun.doctor.host import examine_host
@@ -13,16 +12,10 @@ from ddprun.launch.launcher import Flags, LauncherError, detect_launcher, flag_o
 from ddprun.standard_streams import say
 
 
-@dataclass(frozen=True, slots=True)
-class DoctorResult:
-    fit: bool  # no problem was found
-    report: Report | None = None  # None: another host prints it
-    fault: str = ""  # why this host cannot take part
-
-
-def run(flags: Flags, timeout_s: float) -> DoctorResult:
+def run(flags: Flags, timeout_s: float) -> tuple[bool, Report | None]:
     """Examine this host, or all hosts of the launch, waiting so long for the others and for a collective;
-    raises LauncherError for flags, or variables of a launcher, that make no sense.
+    gives whether no problem was found, and the report, unless another host prints it. Raises LauncherError
+    for flags, or variables of a launcher, that make no sense.
     """
     launcher = detect_launcher(os.environ, flags)
     if launcher is not None and not launcher.starts_ranks:
@@ -44,10 +37,10 @@ def run(flags: Flags, timeout_s: float) -> DoctorResult:
     own_report = examine_host(count, several_hosts=multiple_hosts)
     if multiple_hosts:
         return _run_on_all_hosts(own_report, flags, timeout_s)
-    return DoctorResult(own_report.fit, own_report)
+    return own_report.fit, own_report
 
 
-def _run_on_all_hosts(own_report: Report, flags: Flags, timeout_s: float) -> DoctorResult:
+def _run_on_all_hosts(own_report: Report, flags: Flags, timeout_s: float) -> tuple[bool, Report | None]:
     from ddprun.doctor.hosts import RUN_AGAIN_ADVICE, examine_hosts
     from ddprun.launch.meeting import HostsError, join_rendezvous, lost_contact
 
@@ -70,12 +63,13 @@ def _run_on_all_hosts(own_report: Report, flags: Flags, timeout_s: float) -> Doc
     else:
         with suppress(Exception):  # the store may have ended with another process
             handler.shutdown()  # tells the other hosts that this is the end
-        return DoctorResult(report.fit, report if info.rank == 0 else None)
+        return report.fit, (report if info.rank == 0 else None)
     # What can be said without the others: the host of the rendezvous reports of itself, too.
     if not is_this_host(host_of(endpoint)):
-        return DoctorResult(False, fault=f"{found}\n  -> {do}")
+        say(f"{found}\n  -> {do}")
+        return False, None
     fault = Finding(own_report.hosts[0]["name"], "rendezvous", "problem", found, do)
-    return DoctorResult(False, Report(own_report.hosts, [*own_report.findings, fault]))
+    return False, Report(own_report.hosts, [*own_report.findings, fault])
 
 
 def _endpoint(flags: Flags) -> str:
