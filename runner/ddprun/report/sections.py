@@ -44,7 +44,6 @@ _MACHINE_CHARTS = (
     ("load", "Load average of each host", "processes", 1.0),
 )
 _KINDS_WITHOUT_HOOKS = ("parameters", "buffers", "optimizer")
-_NO_STEPS = "No step records."
 _SECTIONS_OF_SEVERAL_RUNS = (
     "Where the time went",
     "The run",
@@ -59,8 +58,8 @@ _MAX_UNFOLDED_BUCKETS = 30
 def make_sections(
     runs: NamedDigests, predicted: Sequence[Sequence[StageComparison]]
 ) -> dict[str, list[Block]]:
-    """The blocks of each section, by its title: of several runs of what can be laid side by side.
-    `predicted`: of the stages of each run.
+    """The blocks of each section, by its title: of several runs of what can be laid side by side. Tables
+    without rows are left out. `predicted`: of the stages of each run.
     """
     digest = runs[0][1]
     found: dict[str, Iterator[Block]] = {
@@ -82,12 +81,10 @@ def make_sections(
         "Errors and restarts": _errors_section(digest),
     }
     shown = found if len(runs) == 1 else _SECTIONS_OF_SEVERAL_RUNS
-    return {title: list(found[title]) for title in shown}
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]], caption: str, otherwise: str) -> Block:
-    """A table; without rows a note instead."""
-    return Table(heads, rows, caption) if rows else Text(otherwise, "note")
+    return {
+        title: [block for block in found[title] if not isinstance(block, Table) or block.rows]
+        for title in shown
+    }
 
 
 def _curves_over_steps(
@@ -272,7 +269,6 @@ def _time_section(runs: NamedDigests) -> Iterator[Block]:
         if len(bars) > _MAX_BARS:
             bars, by = dict(list(of_stages.items())[:_MAX_BARS]), "stage"
     if not bars:
-        yield Text(_NO_STEPS, "note")
         return
     yield Figure(f"Step time by {by}, in milliseconds", {"": charts.parts_chart(bars, "ms per step")})
     if len(runs) > 1:  # those of one run are in a section of their own
@@ -290,7 +286,6 @@ def _parts_table(rows: Mapping[str, Mapping[str, float]]) -> Table:
 def _step_time_section(digest: RunDigest) -> Iterator[Block]:
     """Step time over the run with its slow steps, and the numbers of the bars."""
     if not digest.recorded_steps:
-        yield Text(_NO_STEPS, "note")
         return
     slow, label = digest.slow_steps, "Step time over the run, mean over ranks"
     used = {
@@ -324,8 +319,7 @@ def _predicted_section(predicted: Sequence[Sequence[StageComparison]], runs: Nam
                 [PART_NAMES[part], *_predicted_measured_cells(*us, one.step_parts_us["step"][0])]
                 for part, us in one.step_parts_us.items()
             ]
-            if rows:
-                yield Table(heads, rows, "A step of the training thread, means over ranks and steps.")
+            yield Table(heads, rows, "A step of the training thread, means over ranks and steps.")
             both = [f"{what}, {how}, ms" for what in ("ready", "done") for how in ("predicted", "measured")]
             heads = ["bucket", *both, "difference, ms", "difference"]
             rows = []
@@ -334,9 +328,8 @@ def _predicted_section(predicted: Sequence[Sequence[StageComparison]], runs: Nam
                 done_us = [known and known.done_us for known in times]
                 done = _predicted_measured_cells(done_us[0], done_us[1], done_us[0])
                 rows.append([bucket, *(us and us / 1000 for us in ready_us), *done])
-            if rows:
-                folded = "Each bucket" * (len(rows) > _MAX_UNFOLDED_BUCKETS)
-                yield Table(heads, rows, "Times count from the start of the step.", folded)
+            folded = "Each bucket" * (len(rows) > _MAX_UNFOLDED_BUCKETS)
+            yield Table(heads, rows, "Times count from the start of the step.", folded)
 
 
 def _predicted_measured_cells(
@@ -358,9 +351,9 @@ def _timeline_section(digest: RunDigest) -> Iterator[Block]:
         '<a href="https://ui.perfetto.dev">Perfetto</a>.'
     )
     choices = {_timeline_title(digest, one): charts.timeline_chart(one) for one in digest.timelines}
-    label = "Timeline of one step, one rank below the other"
-    yield Figure(label, choices) if choices else Text(_NO_STEPS, "note")
-    yield Text(note, "note")
+    if choices:
+        yield Figure("Timeline of one step, one rank below the other", choices)
+        yield Text(note, "note")
 
 
 def _timeline_title(digest: RunDigest, shown: Timeline) -> str:
@@ -377,8 +370,7 @@ def _gradient_completion_section(digest: RunDigest) -> Iterator[Block]:
             spread = "" if index else one.first_to_last_us / total / 1000
             rows.append([*about, name, f"{times / total:.0%}", spread])
     heads = ["bucket", "parameters", "last gradient", "how often", "first to last gradient, ms"]
-    if rows:
-        yield Table(heads, rows, "A bucket is sent when its last gradient is complete.")
+    yield Table(heads, rows, "A bucket is sent when its last gradient is complete.")
 
 
 def _communication_section(digest: RunDigest) -> Iterator[Block]:
@@ -401,7 +393,7 @@ def _communication_section(digest: RunDigest) -> Iterator[Block]:
         "Means over ranks and over the steps with such an exchange; times are for one payload. The rate is "
         "what a rank sent while anything that all ranks had ready was on the wire, latency included."
     )
-    yield _table(heads, rows, caption, "Nothing was exchanged, or there are no bucket records.")
+    yield Table(heads, rows, caption)
     heads = ["stage", "bucket", "size", "sent by a rank", "on the wire, ms", "on the wire", "parameters"]
     sent = [(stage, one) for stage in digest.stages for one in stage.buckets]
     named = max(_MIN_NAMED_PARAMS, _MAX_NAMED_PARAMS // max(1, len(sent)))
@@ -411,9 +403,8 @@ def _communication_section(digest: RunDigest) -> Iterator[Block]:
         wire = [one.wire_us / one.payloads / 1000, _format_rate(one)]
         params = abbreviated_list(one.params, named)
         rows.append([stage.index, f"{one.kind} {one.bucket}", *sizes, *wire, params])
-    if rows:
-        title = "Each bucket: its parameters, and how fast it was sent"
-        yield Table(heads, rows, "Means over ranks and steps.", title)
+    title = "Each bucket: its parameters, and how fast it was sent"
+    yield Table(heads, rows, "Means over ranks and steps.", title)
 
 
 def _format_rate(traffic: Traffic) -> str | None:
@@ -473,8 +464,7 @@ def _shares_section(digest: RunDigest) -> Iterator[Block]:
         ]
         for one in digest.shares
     ]
-    if rows:
-        yield Table(["from step", "samples of each rank", "recorded steps", "samples/s"], rows)
+    yield Table(["from step", "samples of each rank", "recorded steps", "samples/s"], rows)
 
 
 def _stages_section(digest: RunDigest) -> Iterator[Block]:
@@ -492,7 +482,7 @@ def _stages_section(digest: RunDigest) -> Iterator[Block]:
         sync = flow_yaml(started.sync) if started and started.sync is not None else None
         rows.append([index, *about, exposed, sync, (started and ", ".join(started.hooks)) or None])
     heads = ["stage", "kind", "steps", "seconds", "ms per step", *PERCENTILES, "exposed", "sync", "hooks"]
-    yield _table(heads, rows, "", "The run has no stages yet.")
+    yield Table(heads, rows)
 
 
 def _errors_section(digest: RunDigest) -> Iterator[Block]:
