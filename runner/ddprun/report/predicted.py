@@ -6,7 +6,7 @@ that the pipeline names is imported.
 
 import math
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -48,6 +48,11 @@ class BucketTimes(NamedTuple):
 
     ready_us: float
     done_us: float
+
+    @classmethod
+    def mean(cls, times: Sequence["BucketTimes"]) -> "BucketTimes":
+        """Of a bucket in all steps and ranks, and of all its exchanges in a step."""
+        return cls(fmean(one.ready_us for one in times), fmean(one.done_us for one in times))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +96,10 @@ class _PredictedTimes(BaseModel):
     @property
     def bucket_times(self) -> dict[str, BucketTimes]:
         """The times of each bucket, under the name that records have for it."""
-        occurrences = Counter[str]()
-        found = {}
+        found = defaultdict[str, list[BucketTimes]](list)
         for one in self.buckets:
-            occurrences[one.bucket] += 1
-            name = _numbered_name(one.bucket, occurrences[one.bucket])
-            found[name] = BucketTimes(one.ready_us, one.done_us)
-        return found
+            found[one.bucket].append(BucketTimes(one.ready_us, one.done_us))
+        return {name: BucketTimes.mean(times) for name, times in found.items()}
 
 
 class _PredictedStage(BaseModel):
@@ -159,13 +161,6 @@ class MeasuredStage:
         counted = without_outliers(rows, lambda row: row[0])
         return dict(zip(parts, map(fmean, zip(*counted, strict=True)), strict=True)) if counted else {}
 
-    def mean_times(self, name: str) -> BucketTimes | None:
-        """Means over steps and ranks; None without such a bucket."""
-        seen = self.buckets.get(name)
-        if not seen:
-            return None
-        return BucketTimes(fmean(one.ready_us for one in seen), fmean(one.done_us for one in seen))
-
     @property
     def cpu_share_while_working(self) -> float:
         """The share of the time without waiting in which ranks' processes had a core; 1 if not known."""
@@ -208,13 +203,13 @@ class MeasuredStage:
         if prediction.measured_run.get("started") == started.time:
             text += " The prediction was fitted to this very run, so it was bound to come close."
         predicted = one.predicted.bucket_times
-        names = dict.fromkeys((*predicted, *self.buckets))
+        seen = {name: BucketTimes.mean(times) for name, times in self.buckets.items()}
         parts = {part: (us, measured[part]) for part, us in one.predicted.step_parts.items()}
         return StageComparison(
             self.stage.name,
             [text, _difference_sentence(parts, self.cpu_share_while_working)],
             parts,
-            {name: (predicted.get(name), self.mean_times(name)) for name in names},
+            {name: (predicted.get(name), seen.get(name)) for name in {**predicted, **seen}},
         )
 
 
@@ -236,24 +231,15 @@ def compare_stages(digest: RunDigest, prediction: PredictionFile) -> list[StageC
             own: list[StepRecord] = list(of_stage)
             found[index].step_records[rank] = own
             counted |= {line.step for line in without_outliers(own, own_work_us)}
-        occurrences = Counter[tuple[int, str]]()
         for bucket in digest.run.bucket_records(rank, wanted.__contains__):
             at = bisect_right(starts, bucket.ready_us) - 1
             if at < 0 or bucket.ready_us > starts[at] + lines[at].step_us:
                 continue  # it was ready in a step that is not read
-            name = f"{bucket.kind} {bucket.bucket}"
-            occurrences[bucket.step, name] += 1
-            name = _numbered_name(name, occurrences[bucket.step, name])
             if lines[at].step in counted:
                 start = lines[at].start_us
                 times = BucketTimes(bucket.ready_us - start, bucket.done_us - start)
-                found[lines[at].stage].buckets[name].append(times)
+                found[lines[at].stage].buckets[f"{bucket.kind} {bucket.bucket}"].append(times)
     return [one.compare_with(prediction) for one in found.values() if one.step_records]
-
-
-def _numbered_name(name: str, occurrence: int) -> str:
-    """A bucket's name, with a number if it is sent again in a step, as buffers are with accumulation."""
-    return name if occurrence == 1 else f"{name} ({occurrence})"
 
 
 def _difference_sentence(parts_us: Mapping[StepPart, tuple[float, float]], cpu_share: float) -> str:
