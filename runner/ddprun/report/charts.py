@@ -22,7 +22,7 @@ _MARKED_GRADIENTS, _NAMED_PARAMS = 16, 8  # of a bucket in a timeline
 # Dashes beside colours, as patterns in `STEP_PARTS`, so that nothing depends on colour alone.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#F0E442")
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
-_OUTLINE = {"color": "rgba(0,0,0,0)", "line": {"color": "#D55E00", "width": 1.5}}
+_PALE_OUTLINE = {"color": "rgba(255,255,255,0.55)", "line": {"color": "#D55E00", "width": 1.5}}
 
 
 def _layout(x: str, y: str = "", **more: Any) -> dict[str, Any]:
@@ -78,18 +78,15 @@ class StyledCurve(NamedTuple):
     kind: Literal["", "mean", "rank", "held-out"] = ""
 
 
-def curve_chart(lines: Mapping[str, StyledCurve], y: str, breaks: Sequence[float] = ()) -> Chart:
-    """Lines over steps, each with a band from its lowest to its highest value; no line crosses a break."""
+def curve_chart(lines: Mapping[str, StyledCurve], y: str) -> Chart:
+    """Lines over steps, each with a band from its lowest to its highest value."""
     data: list[dict[str, Any]] = []
-    banded = not breaks and sum(line.kind in ("", "mean") for line in lines.values()) <= _MAX_BANDS
+    banded = sum(line.kind in ("", "mean") for line in lines.values()) <= _MAX_BANDS
     values: list[float] = []
     for name, (curve, style, kind) in lines.items():
         colour = _COLOURS[style % len(_COLOURS)]
         dash = "solid" if kind == "held-out" else _DASHES[style % len(_DASHES)]
         width = {"mean": 3.0, "rank": 1.0}.get(kind, 2.0)
-        gaps: list[tuple[float, float | None]] = [(at, None) for at in breaks]
-        points = sorted([*zip(curve.steps, curve.means, strict=True), *gaps], key=lambda point: point[0])
-        xs, means = [at for at, _ in points], [mean for _, mean in points]
         values += curve.means
         if banded and kind in ("", "mean") and curve.lowest != curve.highest:
             hidden = {"hoverinfo": "skip", "showlegend": False, "mode": "lines", "line": {"width": 0}}
@@ -101,9 +98,9 @@ def curve_chart(lines: Mapping[str, StyledCurve], y: str, breaks: Sequence[float
         marked = kind == "held-out" or len(curve.steps) <= _MAX_POINTS_WITH_MARKERS
         symbol, length = ("diamond", 8) if kind == "held-out" else ("circle", 5)
         marker = {"color": colour, "size": length, "symbol": symbol}
-        mode = "lines+markers" if marked else "lines"
-        one = {"x": xs, "y": _rounded(means), "name": name, "mode": mode, "line": line, "cliponaxis": False}
-        data.append({**one, "marker": marker} if marked else one)
+        about = {"mode": "lines+markers", "marker": marker} if marked else {"mode": "lines"}
+        points = {"x": curve.steps, "y": _rounded(curve.means)}
+        data.append({**points, "name": name, "line": line, "cliponaxis": False, **about})
     layout = _layout("step", y)
     if len(set(_rounded(values))) > 1:  # around one value plotly would show a whole on either side
         layout["yaxis"]["rangemode"] = "normal"
@@ -161,8 +158,7 @@ def timeline_chart(step: Timeline) -> Chart:
         rows[thread] = None
         for part, us in line.laps:
             kind = f"{part}_us" if f"{part}_us" in STEP_PARTS else "other_us"
-            for begin, length in _interval_without_waits(at, us, line.waits):
-                add(kind, thread, offset + begin, length, STEP_PARTS[kind].name)
+            add(kind, thread, offset + at, us, STEP_PARTS[kind].name)
             at += us
         for begin, end in line.waits:
             add("waits", thread, offset + begin, end - begin, "waits")
@@ -180,10 +176,11 @@ def timeline_chart(step: Timeline) -> Chart:
                 sent += f" at {format_bit_rate(8e6 * bucket.wire_bytes / wire)}"
             add("wire", row, offset + all_ready, wire, sent)
     styles = {name: (part.name, part.marker) for name, part in STEP_PARTS.items()}
-    styles["waits"] = "the training thread waits", _OUTLINE
+    styles["waits"] = "the training thread waits", _PALE_OUTLINE
     styles["wire"] = "exchange", STEP_PARTS["exposed_wire_us"].marker
     hover = "%{text}, %{x:.2f} ms<extra>%{y}</extra>"
-    data = [{**_bars(*styles[kind], hover), "textposition": "none", **bar} for kind, bar in bars.items()]
+    kinds = sorted(bars, key=lambda kind: kind == "waits")  # waits are above the parts that they are in
+    data = [{**_bars(*styles[kind], hover), "textposition": "none", **bars[kind]} for kind in kinds]
     data += _gradient_marks(step)
     layout = _layout("ms since the step began", barmode="overlay", hovermode="closest")
     order = {"categoryorder": "array", "categoryarray": [*rows][::-1], "range": [-0.5, len(rows) - 0.5]}
@@ -211,20 +208,9 @@ def _gradient_marks(step: Timeline) -> list[dict[str, Any]]:
     return [{**about, "hovertemplate": "%{text}<extra>%{y}</extra>", **marks}]
 
 
-def _interval_without_waits(at: int, us: int, waits: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The parts of an interval that no wait covers, as (start, length) pairs."""
-    found, end = [], at + us
-    for begin, until in sorted(waits):
-        low, high = max(begin, at), min(until, end)
-        if low < high:
-            found.append((at, low - at))
-            at = high
-    return [(start, length) for start, length in (*found, (at, end - at)) if length > 0]
-
-
 def _bars(name: str, marker: Mapping[str, Any], hover: str) -> dict[str, Any]:
     return {"type": "bar", "orientation": "h", "name": name, "marker": marker, "hovertemplate": hover}
 
 
-def _rounded(values: Sequence[float | None]) -> list[float | None]:
-    return [None if value is None else float(f"{value:.4g}") for value in values]
+def _rounded(values: Sequence[float]) -> list[float]:
+    return [float(f"{value:.4g}") for value in values]

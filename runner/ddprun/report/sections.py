@@ -429,10 +429,9 @@ def _fidelity_section(digest: RunDigest) -> Iterator[Block]:
         "cosine": ("Cosine similarity between the mean gradient with hooks and the exact mean", "cosine"),
         "relative_l2": (f"{distance}, as a share of the latter's norm", "relative L2 error"),
     }
-    draw = partial(charts.curve_chart, breaks=charts.stage_starts(digest))
     for measure, curve in digest.fidelity.items():
         lines = {"mean over buckets": StyledCurve(curve, 0)}
-        yield from _curves_over_steps(*labels[measure], lines, [("", digest)], draw)
+        yield from _curves_over_steps(*labels[measure], lines, [("", digest)])
 
 
 def _stragglers_section(digest: RunDigest) -> Iterator[Block]:
