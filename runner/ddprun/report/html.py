@@ -89,8 +89,7 @@ def _summary_sentences(runs: NamedDigests, comparison: Comparison | None) -> dic
     found: dict[str, Sequence[str]] = {"": comparison[0]} if comparison else {}
     for name, digest in runs:
         if digest.steps_per_s is not None:
-            with_hooks = any(stage.hooks for stage in digest.stages)
-            found[name] = [time_breakdown(digest.times, with_hooks=with_hooks)]
+            found[name] = [time_breakdown(digest.times)]
     about_all = ["`ddprun report RUN` shows more of each: a timeline, stages, communication, and errors."]
     if comparison is None:
         text = "The runs did not take turns, so differences in time may come from the machine"

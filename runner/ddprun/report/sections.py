@@ -32,7 +32,6 @@ from ddprun.telemetry.records import BufferUsage, StageStarted, Started, Summary
 from ddprun.telemetry.stragglers import StragglerTotal, straggler_totals
 from ddprun.units import abbreviated_list, format_bit_rate, format_bytes, format_count, format_world_sizes
 
-_MAX_ERRORS = 30
 _MAX_HELD_OUT_POINTS = 200
 _MAX_BARS = 24
 _CURVE_ROWS = 12  # in the table of a chart's numbers
@@ -52,7 +51,6 @@ _SECTIONS_OF_SEVERAL_RUNS = (
     "Learning rate and gradient norm",
     "Predicted and measured",
 )
-_MAX_UNFOLDED_BUCKETS = 30
 
 
 def make_sections(
@@ -328,8 +326,7 @@ def _predicted_section(predicted: Sequence[Sequence[StageComparison]], runs: Nam
                 done_us = [known and known.done_us for known in times]
                 done = _predicted_measured_cells(done_us[0], done_us[1], done_us[0])
                 rows.append([bucket, *(us and us / 1000 for us in ready_us), *done])
-            folded = "Each bucket" * (len(rows) > _MAX_UNFOLDED_BUCKETS)
-            yield Table(heads, rows, "Times count from the start of the step.", folded)
+            yield Table(heads, rows, "Times count from the start of the step.")
 
 
 def _predicted_measured_cells(
@@ -493,11 +490,11 @@ def _errors_section(digest: RunDigest) -> Iterator[Block]:
     starts = len(digest.run.events_of(Started))
     yield Text("Started once." if starts == 1 else f"Started {format_count(starts, 'time')}.")
     rows, columns = [], {"event", "level", "time", "monotonic_us", "step", "params"}
-    for event in found[-_MAX_ERRORS:]:
+    for event in reversed(found):
         when, what = _format_event_time(event.get("time")), readable_event_name(event["event"])
         told = {key: item for key, item in event.items() if key not in columns and item not in ("", None, [])}
         about = [f"{key}: {format_value(item)}" for key, item in told.items()]
         rows.append([when, what, event.get("step"), ", ".join(about)])
-    left_out = f"The last {_MAX_ERRORS} of {len(found)}." if len(found) > _MAX_ERRORS else ""
     otherwise = Text(ending(digest.run) or "Nothing went wrong.")
-    yield Table(["when", "what", "step", ""], rows, left_out) if rows else otherwise
+    order = "The latest first." * (len(rows) > 1)
+    yield Table(["when", "what", "step", ""], rows, order) if rows else otherwise

@@ -101,19 +101,14 @@ def sentences_by_stage(digest: RunDigest) -> dict[str, list[str]]:
     Of many stages, those that took most time; without a name if only one takes steps.
     """
     if not digest.recorded_steps:
-        return {
-            "": [
-                "The run has no step records, so it is unknown where its time went.",
-                "It may have ended before its first step.",
-                "Its events, below, show how far it got.",
-            ]
-        }
+        where = "The run has no step records, so it is unknown where its time went."
+        return {"": [where, "It may have ended before its first step: events, below, show how far it got."]}
     found = {}
     for stage in _main_stages(digest):
         first, last = stage.first_step, stage.last_step
         late_ranks = straggler_totals(one for one in digest.run.stragglers if first <= one.first_step <= last)
         found[stage.name if len(digest.stages) > 1 else ""] = [
-            time_breakdown(stage.times, with_hooks=bool(stage.hooks)),
+            time_breakdown(stage.times),
             _straggler_sentence(digest, stage, late_ranks),
             *_hook_sentences(digest, stage),
             *_advice(digest, stage, late_ranks),
@@ -129,15 +124,14 @@ def _main_stages(digest: RunDigest) -> list[StageDigest]:
     return [stage for stage in digest.stages if stage in longest and us[stage.index] >= least]
 
 
-def time_breakdown(times: StepTimes, *, with_hooks: bool) -> str:
+def time_breakdown(times: StepTimes) -> str:
     shares = times.shares_by_category
-    on_training_thread = f"launching collectives{' and in hooks' * with_hooks}"
     known = [
         (shares["compute"], "forward, backward and optimizer"),
         (
             times.exposed_share,
             f"exposed communication ({shares['wire']:.0%} on the wire, {shares['wait']:.0%} waiting for the "
-            f"last rank, {shares['hook']:.0%} {on_training_thread})",
+            f"last rank, {shares['hook']:.0%} launching collectives or in hooks)",
         ),
         (shares["data"], "loading data"),
         (shares["sync"], "between steps"),
