@@ -214,7 +214,7 @@ def test_another_hosts_launcher_answers_those_who_know_its_secret(tmp_path: Path
     called: list[bool] = []
 
     with HangStatusServer(address, lambda: read_pages(tmp_path), lambda: called.append(True)) as server:
-        server.serve_in_thread()
+        threading.Thread(target=server.serve_forever, daemon=True).start()
         assert announce_hang_and_ask(server.endpoint[:-1] + "x") is None
         assert not called
         found = announce_hang_and_ask(server.endpoint)
@@ -314,7 +314,7 @@ def test_a_thousand_idle_connections_keep_nobody_from_an_answer() -> None:
     with contextlib.ExitStack() as stack:
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
         server = stack.enter_context(HangStatusServer("127.0.0.1", dict, lambda: None))
-        server.serve_in_thread()
+        threading.Thread(target=server.serve_forever, daemon=True).start()
         stack.callback(server.shutdown)
         address = ("127.0.0.1", int(server.server_address[1]))
         held = min(1000, hard // 3)  # both ends are open here

@@ -58,15 +58,11 @@ class _Commands(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Insert `run` where no command is named."""
-        if args and args[0] not in ("--help", "-h", "--version") and self._is_implicit_run(args):
-            args = ["run", *args]
+        if args and args[0] not in ("--help", "-h", "--version", *self.commands):
+            word, file = args[0], Path(args[0])
+            if word.startswith("-") or file.suffix in (".yaml", ".yml") or os.sep in word or file.exists():
+                args = ["run", *args]
         return super().parse_args(ctx, args)
-
-    def _is_implicit_run(self, args: Sequence[str]) -> bool:
-        if args[0] in self.commands:
-            return False
-        word, file = args[0], Path(args[0])
-        return word.startswith("-") or file.suffix in (".yaml", ".yml") or os.sep in word or file.exists()
 
 
 @click.group(

@@ -71,7 +71,9 @@ def submit(
     if secret := next((text for text in overrides if loaded.secrets.redact(text) != text), None):
         key = secret.partition("=")[0]
         raise click.UsageError(f"--set {key} holds a secret, which the job would show: write ${{env:NAME}}")
-    if cluster.job_contains_pipeline and _holds_secret(loaded):
+    text = loaded.path.read_text("utf-8")
+    holds_secret = REDACTED in loaded.resolved_yaml() or loaded.secrets.redact(text) != text
+    if cluster.job_contains_pipeline and holds_secret:
         text = f"{pipeline} holds a secret, which the job would show: write ${{env:NAME}}"
         text += f", and have it set by {cluster.variables_source}" if cluster.variables_source else ""
         raise click.UsageError(text)
@@ -141,11 +143,6 @@ def _follow(job: Cluster, job_id: str) -> int:
         return EXIT_INTERRUPTED
     say(f"job {job_id}: {outcome.state}")
     return EXIT_SUCCESS if outcome.succeeded else EXIT_FAILURE
-
-
-def _holds_secret(loaded: LoadedPipeline) -> bool:
-    text = loaded.path.read_text("utf-8")
-    return REDACTED in loaded.resolved_yaml() or loaded.secrets.redact(text) != text
 
 
 def _backend_options(loaded: LoadedPipeline, to: str, cluster: type[Cluster]) -> Any:

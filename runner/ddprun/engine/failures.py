@@ -152,7 +152,8 @@ def close_after_peer_failure(context: FailureContext, ranks: Ranks, first: int |
     append_to_rank_log(context.run_dir, ranks.rank, f"after another rank had failed: {what}")
     if reporter is not None:
         reporter.trackers.close_as_failed()
-    if ranks.hosts_store or not ranks.is_on_another_host(first):
+    cause = None if first is None else ranks.peers().get(first)
+    if ranks.hosts_store or cause is None or cause.host == ranks.host:
         time.sleep(_LAUNCHER_REACTION_S)
 
 

@@ -5,6 +5,7 @@ parameters and optimizer state are shared. Between two averages of local SGD eac
 it. Further down: when a checkpoint is taken, and what became of it.
 """
 
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -247,14 +249,14 @@ def find_locations(runtime: RunComponents, leaders: tuple[int, ...]) -> list[Che
     """Where the run's checkpoints are: in memory, if the pipeline asks for that, and on disk, where `leaders`
     see the run's folder first.
     """
-    ranks, memory = runtime.ranks, rank_files.memory_folder()
+    ranks, memory = runtime.ranks, os.environ.get(rank_files.MEMORY_VARIABLE)
     first_of_host = {rank: here[0] for here in ranks.placement.ranks_by_host() for rank in here}
     of_hosts = tuple(first_of_host[rank] for rank in range(ranks.size))
     found = [CheckpointLocation(runtime.run_dir / CHECKPOINTS_FOLDER, ranks.rank, leaders)]
     wanted = runtime.loaded.pipeline.checkpoint.memory_every > 0
     if all(ranks.gather("memory", wanted and memory is not None)):
         assert memory is not None
-        root = memory / CHECKPOINTS_FOLDER
+        root = Path(memory) / CHECKPOINTS_FOLDER
         found.insert(0, CheckpointLocation(root, ranks.rank, of_hosts, in_memory=True))
     return found
 

@@ -34,7 +34,8 @@ def choose_interface(host: str) -> None:
     for name, value in given.items():
         check_interfaces_exist(name, value)
     gloo, nccl = INTERFACE_VARIABLES
-    if chosen := interface_towards(host):
+    on_the_way = map(interface_by_address().get, _local_addresses_towards(host))
+    if chosen := next(filter(None, on_the_way), None):
         os.environ |= {gloo: chosen, nccl: f"={chosen}", **given}  # to NCCL a bare name is a prefix
     elif not given:
         up = interface_by_address()
@@ -49,12 +50,6 @@ def choose_loopback() -> None:
     """Set `GLOO_SOCKET_IFNAME` to the loopback interface, unless it is set: all ranks are on this host."""
     if name := interface_by_address().get(LOOPBACK):
         os.environ.setdefault(INTERFACE_VARIABLES[0], name)
-
-
-def interface_towards(host: str) -> str | None:
-    """The interface on the way to another host; None: there is no way."""
-    interfaces = map(interface_by_address().get, _local_addresses_towards(host))
-    return next(filter(None, interfaces), None)
 
 
 def address_towards(endpoint: str) -> str:

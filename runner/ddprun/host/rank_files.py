@@ -73,12 +73,6 @@ def launcher_memory() -> Iterator[Path | None]:
             remover.wait()
 
 
-def memory_folder() -> Path | None:
-    """The folder in shared memory of this rank's launcher; None: it has none."""
-    name = os.environ.get(MEMORY_VARIABLE)
-    return None if name is None else Path(name)
-
-
 def remove_dead_launcher_folders() -> None:
     """Remove the folders of launchers that are no more, on disk and in shared memory."""
     parents = Path(tempfile.gettempdir()), SHM_FOLDER

@@ -123,7 +123,10 @@ def _serve(requests: socket.socket, launcher: int, import_all: Callable[[], bool
             signal.signal(number, signal.SIG_IGN)
         die_with_parent(launcher)
         close_inherited_files(keep=requests.fileno())
-        _drop_script_folder()
+        # Ranks are started as by `python -P`: nothing is imported from the folder of the script `ddprun`.
+        script = getattr(sys.modules["__main__"], "__file__", None)
+        if script and not sys.flags.safe_path and sys.path[0] == os.path.dirname(os.path.realpath(script)):
+            del sys.path[0]
         can_fork = import_all()
         with requests.makefile("r", encoding="utf-8") as lines:
             for line in lines:
@@ -136,13 +139,6 @@ def _serve(requests: socket.socket, launcher: int, import_all: Callable[[], bool
         traceback.print_exc()
     finally:
         os._exit(0)
-
-
-def _drop_script_folder() -> None:
-    """Ranks are started as by `python -P`: nothing is imported from the folder of the script `ddprun`."""
-    script = getattr(sys.modules["__main__"], "__file__", None)
-    if script and not sys.flags.safe_path and sys.path[0] == os.path.dirname(os.path.realpath(script)):
-        del sys.path[0]
 
 
 def _import_all(modules: Sequence[str], folder: Path, redact: Callable[[str], str]) -> bool:

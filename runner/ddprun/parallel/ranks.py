@@ -233,11 +233,6 @@ class Ranks:
         found = self._query_store(ask)
         return FirstFailure(*json.loads(found)) if found else None
 
-    def is_on_another_host(self, rank: int | None) -> bool:
-        """Whether that rank is known to be on another host."""
-        found = None if rank is None else self.peers().get(rank)
-        return found is not None and found.host != self.host
-
     def _query_store(
         self, query: Callable[[dist.Store], _T], timeout_s: float = _STORE_TIMEOUT_S
     ) -> _T | None:

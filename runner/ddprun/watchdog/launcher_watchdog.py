@@ -57,7 +57,8 @@ class LauncherWatchdog:
     def __enter__(self) -> "LauncherWatchdog":
         if self._server is not None:
             os.environ[STATUS_SERVER_VARIABLE] = self._server.endpoint
-            self._server.serve_in_thread()
+            serve = self._server.serve_forever
+            threading.Thread(target=serve, name="ddprun-status-server", daemon=True).start()
         self._thread = threading.Thread(target=self._watch, name="ddprun-watchdog", daemon=True)
         self._thread.start()
         return self
@@ -89,7 +90,8 @@ class LauncherWatchdog:
     def _announce_to_live_ranks(self) -> None:
         for folder in _attempt_folders(self._folder):
             if _live_ranks(folder):
-                _create_hang_file(folder)
+                with suppress(OSError):
+                    (folder / HANG_FILE).open("a").close()
 
     def _watch(self) -> None:
         before = time.monotonic()
@@ -158,8 +160,3 @@ def _live_ranks(folder: Path) -> dict[int, RankStatus]:
         for rank, status in read_pages(folder).items()
         if status.state not in ("Z", "gone") and state_and_parent(status.pid)[1] == os.getpid()
     }
-
-
-def _create_hang_file(folder: Path) -> None:
-    with suppress(OSError):
-        (folder / HANG_FILE).open("a").close()

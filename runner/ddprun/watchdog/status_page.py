@@ -12,7 +12,6 @@ import os
 import secrets
 import socket
 import socketserver
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -233,10 +232,6 @@ class HangStatusServer(socketserver.ThreadingTCPServer):
         super().__init__((address, 0), _AnswerHandler)
         host, port = self.server_address[:2]
         self.endpoint = f"{host!s}:{port}/{self.secret}"  # host:port/secret, for `announce_hang_and_ask`
-
-    def serve_in_thread(self) -> None:
-        """Answer from now on, on a thread."""
-        threading.Thread(target=self.serve_forever, name="ddprun-status-server", daemon=True).start()
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Whoever asked is gone; nobody else need know."""
