@@ -9,7 +9,6 @@ does not count as lost.
 import errno
 import json
 import secrets
-import selectors
 import socket
 import threading
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from ddprun.standard_streams import say
 LOST_AFTER_S = 3
 _KEY = "ddprun/lifeline"
 _CUT_OFF = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
-_TIMEOUT_S, _TICK_S = 10.0, 0.1
+_TIMEOUT_S, _TICK_S = 10.0, 0.5
 _TOKEN_BYTES = 16
 
 
@@ -45,15 +44,17 @@ class Lifeline:
         self.lost_host: str | None = None
         self._store, self._on_loss = store, on_loss
         self._closed = threading.Event()
-        self._selector = selectors.DefaultSelector()
-        if index == 0:
+        if index:
+            self._start(self._connect_and_watch)
+        else:
             self._listen(address, count)
-        run = self._connect_and_watch if index else self._watch
-        threading.Thread(target=run, name="ddprun-lifeline", daemon=True).start()
 
     def close(self) -> None:
         """Stop watching; closes all connections."""
         self._closed.set()
+
+    def _start(self, run: Callable[[], None]) -> None:
+        threading.Thread(target=run, name="ddprun-lifeline", daemon=True).start()
 
     def _listen(self, address: str, count: int) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -64,9 +65,24 @@ class Lifeline:
             say(f"warning: cannot listen at {address}, so hosts that are cut off are noticed late: {error}")
             self._store.set(_KEY, "null")
             return
-        listener.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._store.set(_KEY, json.dumps([address, listener.getsockname()[1], self._token]))
+        self._start(partial(self._accept, listener))
+
+    def _accept(self, listener: socket.socket) -> None:
+        listener.settimeout(_TICK_S)
+        with listener:
+            while not self._closed.is_set():
+                # Nobody has come, or has gone already, or there are no more descriptors or threads.
+                with suppress(OSError, RuntimeError):
+                    connection, (address, *_) = listener.accept()
+                    self._start(partial(self._admit, connection, address))
+
+    def _admit(self, connection: socket.socket, address: str) -> None:
+        """Whoever has connected sends the token, or is a stranger."""
+        connection.settimeout(_TIMEOUT_S)
+        with connection, suppress(OSError):
+            if secrets.compare_digest(connection.recv(len(self._token)), self._token.encode()):
+                self._watch(connection, address)
 
     def _connect_and_watch(self) -> None:
         try:
@@ -76,43 +92,16 @@ class Lifeline:
             if (found := json.loads(self._store.get(_KEY))) is None:
                 return
             address, port, token = found
-            connection = socket.create_connection((address, port), timeout=_TIMEOUT_S)
-            connection.sendall(token.encode())
-            self._keep(connection, address)
+            with socket.create_connection((address, port), timeout=_TIMEOUT_S) as connection:
+                connection.sendall(token.encode())
+                self._watch(connection, address)
         except OSError as error:
             say(f"warning: no connection to the first host, so it is noticed late if it is cut off: {error}")
         except RuntimeError:  # the store is gone, and the run with it
             return
-        self._watch()
 
-    def _watch(self) -> None:
-        with self._selector as selector:
-            while not self._closed.is_set() and self.lost_host is None:
-                for key, _ in selector.select(_TICK_S):
-                    with suppress(BlockingIOError):
-                        key.data(key.fileobj)
-            for key in [*selector.get_map().values()]:
-                assert isinstance(key.fileobj, socket.socket)
-                key.fileobj.close()
-        while self.lost_host is not None and not self._closed.wait(_TICK_S):
-            self._on_loss(self.lost_host)
-
-    def _accept(self, listener: socket.socket) -> None:
-        with suppress(OSError):  # no more descriptors, or it has gone already
-            connection, (address, *_) = listener.accept()
-            connection.setblocking(False)
-            self._selector.register(connection, selectors.EVENT_READ, partial(self._admit, address))
-
-    def _admit(self, address: str, connection: socket.socket) -> None:
-        """Something has come from whoever has connected: the token, or it is a stranger."""
-        self._selector.unregister(connection)
-        with suppress(OSError):
-            if secrets.compare_digest(connection.recv(len(self._token)), self._token.encode()):
-                self._keep(connection, address)
-                return
-        connection.close()
-
-    def _keep(self, connection: socket.socket, address: str) -> None:
+    def _watch(self, connection: socket.socket, address: str) -> None:
+        """Until the other launcher has ended, which is noticed without this, or its host does not answer."""
         for option, value in (
             (socket.TCP_KEEPIDLE, 1),
             (socket.TCP_KEEPINTVL, 1),
@@ -120,15 +109,16 @@ class Lifeline:
         ):
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setblocking(False)
-        self._selector.register(connection, selectors.EVENT_READ, partial(self._read, address))
-
-    def _read(self, address: str, connection: socket.socket) -> None:
-        """The other launcher has ended, which is noticed without this, or its host does not answer."""
-        try:
-            connection.recv(1)
-        except OSError as error:
-            if error.errno in _CUT_OFF:
-                self.lost_host = address
-        self._selector.unregister(connection)
-        connection.close()
+        connection.settimeout(_TICK_S)
+        while not self._closed.is_set() and self.lost_host is None:
+            try:
+                connection.recv(1)
+                return
+            except OSError as error:
+                if error.errno in _CUT_OFF:
+                    self.lost_host = address
+                elif error.errno is not None:  # None: a tick without news
+                    return
+        while self.lost_host == address and not self._closed.is_set():
+            self._on_loss(address)
+            self._closed.wait(_TICK_S)
