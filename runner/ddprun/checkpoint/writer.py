@@ -11,7 +11,7 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import partial
@@ -52,23 +52,13 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """What became of one rank's parts of a checkpoint."""
+    """What became of one rank's parts of a checkpoint; as rank 0's verdict, of the whole checkpoint."""
 
     problem: str | None = None
     skipped: bool = False
     files: FileRecords = field(default_factory=dict)
     nonfinite: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Verdict:
-    """What rank 0 makes of all reports."""
-
-    problem: str | None
-    skipped: bool
-    files: FileRecords  # of the whole checkpoint
-    held: dict[int, list[str]]  # for each leader, the files that its folder has
-    nonfinite: str | None
+    held: dict[int, list[str]] = field(default_factory=dict)  # of a verdict: what each leader's folder has
 
 
 @dataclass(eq=False)
@@ -127,7 +117,7 @@ class CheckpointWriter:
             self._jobs.put(job)
         else:
             text = f"rank {self.rank} was still writing the checkpoint of step {before.step}"
-            self._report_to_rank_0(job, _Report(text, skipped=True))
+            self._report_to_rank_0(job, "part", _Report(text, skipped=True))
             self.after_write(job.enqueued_ns, False)
             if staged is not None:
                 staged.wait()
@@ -204,14 +194,27 @@ class CheckpointWriter:
             for name, state in job.parts.items():
                 files |= folder.write_part(job.unfinished, name, state)
         except OSError as error:
-            self._report_to_rank_0(job, _Report(self._cannot_write(error)))
+            self._report_to_rank_0(job, "part", _Report(self._cannot_write(error)))
         else:
             found = [self.find_nonfinite(state) for state in job.parts.values()]
             report = _Report(files=files, nonfinite=folder.most_severe_nonfinite(found))
-            self._report_to_rank_0(job, report)
+            self._report_to_rank_0(job, "part", report)
 
-    def _report_to_rank_0(self, job: _Job, report: _Report) -> None:
-        self.store.set(f"{job.number}/{self.rank}", json.dumps(asdict(report)))
+    def _report_to_rank_0(self, job: _Job, phase: str, report: _Report) -> None:
+        self.store.set(f"{job.number}/{phase}/{self.rank}", json.dumps(asdict(report)))
+
+    def _collect_reports(self, job: _Job, phase: str, ranks: Iterable[int]) -> list[_Report]:
+        """On rank 0: what each of these ranks reports of a phase, or that it is late."""
+        until, found = time.monotonic() + self.timeout_s, list[_Report]()
+        for rank in ranks:
+            key = f"{job.number}/{phase}/{rank}"
+            if _wait_until(partial(self.store.check, [key]), until):
+                found.append(_Report(**json.loads(self.store.get(key))))
+                self.store.delete_key(key)
+            else:
+                late = f"rank {rank} has not written its part within {self.timeout_s:g} s"
+                found.append(_Report(late))
+        return found
 
     def _assemble(self, job: _Job, started: float) -> CheckpointOutcome:
         """On a leader: make a checkpoint of the parts; says what came of it, on rank 0 for all folders."""
@@ -223,7 +226,7 @@ class CheckpointWriter:
         else:
             if not _wait_until(partial(self.store.check, [key]), time.monotonic() + 2 * self.timeout_s):
                 raise TimeoutError
-            verdict = _Verdict(**json.loads(self.store.get(key)))
+            verdict = _Report(**json.loads(self.store.get(key)))
         problem, checkpoint = verdict.problem, None
         if problem is None:
             try:
@@ -237,20 +240,11 @@ class CheckpointWriter:
         checkpoint = None if problem is not None else checkpoint
         return CheckpointOutcome(job.step, time.monotonic() - started, checkpoint, problem, verdict.skipped)
 
-    def _judge_reports(self, job: _Job) -> _Verdict:
+    def _judge_reports(self, job: _Job) -> _Report:
         """On rank 0: wait for the reports of all ranks, and join them."""
-        of_ranks: list[_Report] = []
-        until = time.monotonic() + self.timeout_s
-        for rank in range(len(self.location.leaders)):
-            key = f"{job.number}/{rank}"
-            if _wait_until(partial(self.store.check, [key]), until):
-                of_ranks.append(_Report(**json.loads(self.store.get(key))))
-                self.store.delete_key(key)
-            else:
-                late = f"rank {rank} has not written its part within {self.timeout_s:g} s"
-                of_ranks.append(_Report(late))
+        of_ranks = self._collect_reports(job, "part", range(len(self.location.leaders)))
         if worst := next((one for one in of_ranks if one.problem), None):
-            return _Verdict(worst.problem, worst.skipped, {}, {}, None)
+            return worst
         files: FileRecords = {}
         for one in reversed(of_ranks):  # of what several ranks have, rank 0's counts
             files |= one.files
@@ -264,9 +258,9 @@ class CheckpointWriter:
             for leader in self.location.folders
         }
         nonfinite = folder.most_severe_nonfinite(one.nonfinite for one in of_ranks)
-        return _Verdict(None, False, dict(sorted(files.items())), held, nonfinite)
+        return _Report(files=dict(sorted(files.items())), nonfinite=nonfinite, held=held)
 
-    def _make_whole_and_commit(self, job: _Job, verdict: _Verdict) -> Checkpoint:
+    def _make_whole_and_commit(self, job: _Job, verdict: _Report) -> Checkpoint:
         """On a leader: get what its folder lacks from other leaders, and name the checkpoint."""
         kept = self.location.files_kept()
         if self.control is not None:
@@ -283,19 +277,12 @@ class CheckpointWriter:
 
     def _share_problem(self, job: _Job, problem: str | None) -> str | None:
         """What has kept some leader from naming a checkpoint; rank 0 waits for all, and knows."""
-        self.store.set(f"{job.number}/kept/{self.rank}", json.dumps(problem))
+        self._report_to_rank_0(job, "named", _Report(problem))
         if self.rank != 0:
             return problem
-        until = time.monotonic() + self.timeout_s
-        for leader in self.location.folders:
-            key = f"{job.number}/kept/{leader}"
-            if not _wait_until(partial(self.store.check, [key]), until):
-                problem = problem or f"rank {leader} has not written its part within {self.timeout_s:g} s"
-                continue
-            problem = problem or json.loads(self.store.get(key))
-            self.store.delete_key(key)
+        found = self._collect_reports(job, "named", self.location.folders)
         self.store.delete_key(f"{job.number}/verdict")
-        return problem
+        return next((one.problem for one in found if one.problem), None)
 
     def _cannot_write(self, error: OSError) -> str:
         return f"rank {self.rank} cannot write it: {error.strerror or error}"
