@@ -28,6 +28,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
+
 from ddprun.host.pipeline_folder import prepare_imports
 from ddprun.host.processes import (
     adopting_orphans,
@@ -44,7 +46,6 @@ _PID_BYTES = 32
 _PR_SET_NAME, _IONBF = 15, 2  # of Linux, and of its C libraries
 _Handlers = Mapping[signal.Signals, Any]  # what `signal.signal` takes
 _TICK_S = 0.001
-_WAIT_TICK_S = 0.02
 
 
 class ForkServer:
@@ -90,29 +91,21 @@ class ForkServer:
         os.waitpid(self._pid, 0)
 
 
-class ForkedProcess:
+class ForkedProcess(psutil.Process):
     """A child of this process, with what torchelastic asks of a `subprocess.Popen`."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
 
     def poll(self) -> int | None:
         """The exit code, or minus the signal that ended it; None while it runs."""
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
+        with suppress(psutil.TimeoutExpired):
+            return super().wait(0)
+        return None
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the end; raises subprocess.TimeoutExpired."""
-        end = None if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if end is not None and time.monotonic() > end:
-                raise subprocess.TimeoutExpired("ddprun", timeout or 0)
-            time.sleep(_WAIT_TICK_S)
-        return code
+        try:
+            return super().wait(timeout)
+        except psutil.TimeoutExpired:
+            raise subprocess.TimeoutExpired("ddprun", timeout or 0) from None
 
 
 def _serve(requests: socket.socket, launcher: int, import_all: Callable[[], bool]) -> NoReturn:
