@@ -26,7 +26,7 @@ Mode = Literal["rb", "r+b", "a+b", "ab", "wb", "xb"]
 """As `open` has them; `a+b` is also for files that are locked."""
 
 RUN_INFO_FILE = "run.json"
-_MAX_RUN_INFO_BYTES = 1 << 20
+MAX_JSON_BYTES = 256 << 20  # longest JSON that is read
 MAX_JSON_DEPTH = 100
 """Deepest nesting of JSON that is read; what a run writes is nested less than half as deeply."""
 
@@ -125,15 +125,12 @@ def replace_atomically(folder: Path, name: str) -> Iterator[IO[bytes]]:
                 os.unlink(unfinished, dir_fd=inside)
 
 
-def read_json_object(folder: Path, name: str | Path, most_bytes: int) -> dict[str, Any]:
+def read_json_object(folder: Path, name: str | Path) -> dict[str, Any]:
     """A JSON object from a file of a run. Raises OSError if the file cannot be read, ValueError with what is
     wrong with it.
     """
     with open_file(folder, name) as file:
-        data = file.read(most_bytes + 1)
-    if len(data) > most_bytes:
-        raise ValueError(f"longer than {most_bytes:,} bytes")
-    found = parse_json(data)
+        found = parse_json(file.read(MAX_JSON_BYTES + 1))
     if not isinstance(found, dict):
         raise ValueError("not a JSON object")
     return found
@@ -141,7 +138,7 @@ def read_json_object(folder: Path, name: str | Path, most_bytes: int) -> dict[st
 
 def pipeline_folder(run_dir: Path) -> Path:
     """The folder of the pipeline file that a run began with; raises as `read_json_object` does."""
-    folder = read_json_object(run_dir, RUN_INFO_FILE, _MAX_RUN_INFO_BYTES).get("pipeline_folder")
+    folder = read_json_object(run_dir, RUN_INFO_FILE).get("pipeline_folder")
     if not isinstance(folder, str):
         raise ValueError(f"{RUN_INFO_FILE} names no folder")
     return Path(folder)
@@ -149,8 +146,10 @@ def pipeline_folder(run_dir: Path) -> Path:
 
 def parse_json(data: bytes, *, finite: bool = True) -> Any:
     """JSON that somebody else may have written; `finite`: without NaN and infinities, which JSON lacks.
-    Raises ValueError if it is none, or nested too deeply.
+    Raises ValueError if it is none, too long, or nested too deeply.
     """
+    if len(data) > MAX_JSON_BYTES:
+        raise ValueError(f"longer than {MAX_JSON_BYTES:,} bytes")
     try:
         number = _parse_finite_float if finite else None
         found = json.loads(data, parse_constant=number, parse_float=number)

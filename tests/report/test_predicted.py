@@ -222,7 +222,8 @@ def test_a_file_has_its_bounds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No more of it is read; and one that is not there is not there."""
-    monkeypatch.setattr("ddprun.report.predicted._MAX_PREDICTION_BYTES", 100)
+    for module in ("run_files", "report.predicted"):
+        monkeypatch.setattr(f"ddprun.{module}.MAX_JSON_BYTES", 100)
     folder = over_a_link(tmp_path / "run")
     assert main(["report", str(folder), "--predicted", "/dev/zero"]) == 2
     assert "longer than 100 bytes" in capsys.readouterr().err

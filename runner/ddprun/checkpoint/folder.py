@@ -41,8 +41,6 @@ CHECKPOINTS_FOLDER = "checkpoints"  # in the folder of a run
 VERSION = 7
 _CHUNK_BYTES = 64 << 20
 MANIFEST = "manifest.json"
-MAX_JSON_BYTES = 256 * 1024 * 1024
-MAX_MANIFEST_BYTES = 64 * 1024 * 1024
 
 FileRecords = dict[str, dict[str, Any]]  # by name: bytes, and sha256 in hexadecimal
 NONFINITE_LOSS = "loss"
@@ -220,7 +218,7 @@ def open_checkpoint(root: Path, step: int) -> Checkpoint:
     """A checkpoint by its manifest; raises DamagedError if that is missing or invalid."""
     path = root / checkpoint_name(step) / MANIFEST
     with errors_naming(path):
-        found = read_json_object(root.parent, path.relative_to(root.parent), MAX_MANIFEST_BYTES)
+        found = read_json_object(root.parent, path.relative_to(root.parent))
         if found.get("v") != VERSION:
             raise ValueError(f"version {found.get('v')!r:.40}, and this ddprun reads {VERSION}")
         manifest = _Manifest.model_validate(found)
@@ -257,7 +255,7 @@ def read_part(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
     text, weights = (checkpoint.path / file for file in file_names([name]))
     root = checkpoint.no_follow_root
     with errors_naming(text):
-        tree = read_json_object(root, text.relative_to(root), MAX_JSON_BYTES)
+        tree = read_json_object(root, text.relative_to(root))
         return decode(tree, read_tensors(weights, root))
 
 

@@ -29,7 +29,6 @@ TIMEOUT_S = 300.0  # for which hosts wait for each other
 _COLLECTIVE_TIMEOUT_S = 60.0
 _STORE_TIMEOUT = timedelta(seconds=60)
 _LEAVE_S = 30.0
-_MAX_MESSAGE_BYTES = 1 << 20
 
 
 class HostMessage(BaseModel):
@@ -114,8 +113,6 @@ class HostCoordinator:
                 f"the first host is gone, see its output: {meeting.first_line(error)}"
             ) from None
         try:
-            if len(data) > _MAX_MESSAGE_BYTES:
-                raise ValueError(f"longer than {_MAX_MESSAGE_BYTES:,} bytes")
             return HostMessage.model_validate(parse_json(data))
         except ValueError as error:
             raise meeting.HostsError(f"the first host sent an invalid message: {error}") from None

@@ -30,7 +30,7 @@ from ddprun.telemetry.writer import RECORD_FOLDERS, truncate_torn_event
 PIPELINE_FILE, SUMMARY_FILE = "pipeline.yaml", "summary.json"
 _LOCK, _TOKEN = "run.lock", ".token"
 _WAIT_S, _LEASE_S = 10.0, 120.0  # for the lock of a rank 0 that was killed and is not gone yet
-_MAX_FILE_BYTES = 1 << 20
+_MAX_LOCK_BYTES = 1 << 20
 _FOLDERS = (*RECORD_FOLDERS, CHECKPOINTS_FOLDER, "logs")  # what a resumed run may write into, or clear
 
 
@@ -147,7 +147,7 @@ def _read_run_id(folder: Path) -> str | None:
     if not os.path.lexists(folder / RUN_INFO_FILE):
         return None
     try:
-        return str(read_json_object(folder, RUN_INFO_FILE, _MAX_FILE_BYTES).get("id"))
+        return str(read_json_object(folder, RUN_INFO_FILE).get("id"))
     except (OSError, ValueError):
         return "unreadable"  # refused where it is taken over
 
@@ -214,7 +214,7 @@ def _lock(folder: Path, wait_s: float = _WAIT_S) -> None:
             break
         except BlockingIOError:
             if time.monotonic() > until:
-                by = os.pread(handle, _MAX_FILE_BYTES, 0).decode(errors="replace").strip() or "another run"
+                by = os.pread(handle, _MAX_LOCK_BYTES, 0).decode(errors="replace").strip() or "another run"
                 os.close(handle)
                 raise RunFolderError(f"the run folder {folder} is in use by {by}") from None
             time.sleep(0.1)

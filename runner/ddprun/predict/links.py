@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import BaseModel, PositiveFloat, PositiveInt
 
-from ddprun.run_files import parse_json
+from ddprun.run_files import MAX_JSON_BYTES, parse_json
 from ddprun.units import format_bit_rate
 
 LinkLevel = Literal["within", "across"]  # between the ranks of a host, or between hosts
@@ -23,7 +23,6 @@ _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(s|ms|us|µs|ns)")
 _PREFIX = {None: 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 UNLIMITED = "unlimited"
-_MAX_REPORT_BYTES = 64 << 20
 _ALL_REDUCE_LATENCIES = {"gloo": 4, "nccl": 2}
 """One-way latencies that a small all-reduce between two hosts takes: each of its two messages takes one, and
 over Gloo another one before it, in which the receiver says that it is ready."""
@@ -142,7 +141,7 @@ def slowest_link_in_report(file: Path) -> Link:
     """The slowest link between hosts in a report of `ddprun doctor`; raises ValueError without one."""
     try:
         with file.open("rb") as opened:
-            report = _DoctorReport.model_validate(parse_json(opened.read(_MAX_REPORT_BYTES)))
+            report = _DoctorReport.model_validate(parse_json(opened.read(MAX_JSON_BYTES + 1)))
         values = [one.value for one in report.findings if one.check in ("bandwidth", "latency")]
         found = [_LinkMeasurement.model_validate(value) for value in values if value]
     except OSError as error:

@@ -19,7 +19,7 @@ from ddprun import InputError
 from ddprun.config.resolved import flow_yaml
 from ddprun.predict.costs import WARM_UP, own_work_us, without_outliers
 from ddprun.report.digest import RunDigest, StageDigest
-from ddprun.run_files import describe_invalid, parse_json
+from ddprun.run_files import MAX_JSON_BYTES, describe_invalid, parse_json
 from ddprun.telemetry.reader import steps_between
 from ddprun.telemetry.records import StepRecord
 from ddprun.units import format_duration, format_world_sizes
@@ -28,7 +28,6 @@ StepPart = Literal["own", "hooks", "late", "wire", "step"]
 """What a training thread spends a step on: its own work, hooks, waiting for the last rank, and for the wire.
 The last is all of it."""
 
-_MAX_PREDICTION_BYTES = 64 << 20  # largest size of a prediction file
 _NOTABLE_DIFFERENCE = 0.1  # a share of what was predicted: of a larger one the part is named
 _STARVED_CPU_SHARE = 0.8
 """If ranks had a core for less than this share of the time in which they did not wait, that is named where a
@@ -124,10 +123,8 @@ class PredictionFile(BaseModel):
     def read(cls, file: IO[bytes]) -> "PredictionFile":
         """Parse a prediction file, which anybody may have written; raises InputError."""
         problem = f"{file.name} is not what `ddprun explain --link … --format json` prints"
-        if len(data := file.read(_MAX_PREDICTION_BYTES + 1)) > _MAX_PREDICTION_BYTES:
-            raise InputError(f"{problem}: longer than {_MAX_PREDICTION_BYTES:,} bytes")
         try:
-            found = cls.model_validate(parse_json(data))
+            found = cls.model_validate(parse_json(file.read(MAX_JSON_BYTES + 1)))
         except ValueError as error:
             raise InputError(f"{problem}: {describe_invalid(error)}") from None
         if all(stage.predicted is None for stage in found.stages):

@@ -36,7 +36,6 @@ from ddprun.telemetry.writer import EVENTS_FILE, PROFILE_FOLDER, ranks_with_reco
 _STEP_NUMBER = re.compile(rb'"step": ?(\d{1,18})\b')
 _T = TypeVar("_T")
 _EventT = TypeVar("_EventT", bound=Event)
-_MAX_SUMMARY_BYTES = 256 << 20
 _MAX_PIPELINE_BYTES = 64 << 10
 _MAX_RANKS = 1_000
 _MAX_DRIFT = 1e-3  # clocks of computers drift by less than this
@@ -133,8 +132,7 @@ class Run:
     def summary(self) -> Summary | None:
         """`summary.json`; None if the run has not ended, or was killed."""
         try:
-            found = read_json_object(self.folder, "summary.json", _MAX_SUMMARY_BYTES)
-            return msgspec.convert(found, Summary)
+            return msgspec.convert(read_json_object(self.folder, "summary.json"), Summary)
         except (OSError, ValueError):
             return None
 
