@@ -1,11 +1,11 @@
-"""Made-up steps, and the buffer that a recorder would have filled with them."""
+"""Made-up steps, and what a recorder would have made of them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from ddprun.telemetry.steps import MarkBuffer, NonBackwardExchanges, StepMarks
+from ddprun.telemetry.steps import MicroBatchNumbers, NonBackwardExchanges, StepMarks
 from ddprun_hooks.comm.trace import BucketTrace
 
 
@@ -34,23 +34,17 @@ class MadeStep:
     requests: int = 0
 
 
-def buffer_of(steps: Iterable[MadeStep]) -> MarkBuffer:
-    """As a recorder would have filled it."""
-    buffer = MarkBuffer()
+def steps_of(steps: Iterable[MadeStep]) -> list[StepMarks]:
+    """As a recorder would have filled them."""
+    found = []
     for made in steps:
-        step = StepMarks(made.number, made.stage, exchanged=made.exchanged, requests=made.requests)
+        step = StepMarks(made.number, made.stage, [*made.parts], [*made.marks], [*made.traces])
+        step.exchanged, step.requests = made.exchanged, made.requests
         step.gradient_marks, step.sync = made.gradients, made.sync
-        first = len(buffer.marks)
-        buffer.parts += made.parts
-        buffer.marks += made.marks
         if made.backward_end is not None:
             passes = [*made.earlier_passes, (made.backward_end, len(made.traces))]
-            step.backward_ends = [
-                (buffer.marks.index(mark, first), len(buffer.traces) + traces) for mark, traces in passes
-            ]
-        buffer.traces += made.traces
-        buffer.numbers += [[float(loss)] for loss in made.losses]
-        buffer.samples += made.samples
-        buffer.weights += made.samples
-        buffer.end_step(step)
-    return buffer
+            step.backward_ends = [(made.marks.index(mark), traces) for mark, traces in passes]
+        for loss, samples in zip(made.losses, made.samples, strict=True):
+            step.micro_batches.append(MicroBatchNumbers([float(loss)], samples, samples))
+        found.append(step)
+    return found

@@ -38,7 +38,7 @@ from ddprun.telemetry.stragglers import StragglerDetector
 from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.payload import Finding, ParamSlice
 from tests.reads import Reads
-from tests.telemetry.steps import MadeStep, buffer_of
+from tests.telemetry.steps import MadeStep, steps_of
 
 OFFSET_US = 1000.0
 
@@ -79,7 +79,7 @@ def messages_of(steps: Sequence[MadeStep], lengths: Sequence[int], buckets: int 
     messages, accumulator, first = list[Message](), Accumulator(), 0
     numbers, losses = list[FloatArray](), list[FloatArray]()
     for length in lengths:
-        resolved = resolve_steps(buffer_of(steps[first : first + length]), Clock(), every=1)
+        resolved = resolve_steps(steps_of(steps[first : first + length]), Clock(), every=1)
         own = accumulator.make_messages(resolved, columns=ReadyColumns([range(buckets)]), offset_us=OFFSET_US)
         messages += [
             Message(step, first + row, own.findings.get(place, ()))
@@ -178,7 +178,7 @@ def test_findings_that_are_empty_are_kept_too() -> None:
     assert left.traces_with_findings == []
     left.note_findings(steps[0].traces)
     own = left.make_messages(
-        resolve_steps(buffer_of([step_of(4, 1)]), Clock(), every=1), columns=ReadyColumns([]), offset_us=0.0
+        resolve_steps(steps_of([step_of(4, 1)]), Clock(), every=1), columns=ReadyColumns([]), offset_us=0.0
     )
     assert own.findings == {0: steps[0].traces}
     assert left.traces_with_findings == []
@@ -199,9 +199,9 @@ def test_what_hooks_have_found_is_read_at_once() -> None:
             one = trace(bucket, 1000 * step.number - 5)
             step.traces.append(replace(one, params=params, findings=findings))
         step.backward_end = step.marks[-1]
-    buffer = buffer_of(steps)
+    made = steps_of(steps)
     with Reads() as reads:
-        resolved = resolve_steps(buffer, Clock(), every=1)
+        resolved = resolve_steps(made, Clock(), every=1)
         own = Accumulator().make_messages(resolved, columns=ReadyColumns([]), offset_us=0.0)
         findings = own.numbers[:, FINDING_AT].astype(int).tolist()
         overflown = [place for place, code in enumerate(findings) if code]
@@ -240,7 +240,7 @@ def test_adding_up_goes_on_from_a_checkpoint() -> None:
     assert now.values.tolist() == pytest.approx([0.5, math.nan, 0.25, 2.0, 0.0, 2.0], nan_ok=True)
     before = Accumulator.from_state_dict(plain, [])
     own = before.make_messages(
-        resolve_steps(buffer_of([step_of(10, 3)]), Clock(), every=1), columns=ReadyColumns([]), offset_us=0.0
+        resolve_steps(steps_of([step_of(10, 3)]), Clock(), every=1), columns=ReadyColumns([]), offset_us=0.0
     )
     (numbers,) = own.numbers
     assert own.steps == [10]

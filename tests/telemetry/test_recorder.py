@@ -214,6 +214,19 @@ def test_steps_of_a_run_that_fails_are_recorded(alone: StepRecorder, tmp_path: P
     assert records[-1]["mean_loss"] is None
 
 
+def test_a_step_that_does_not_end_leaves_nothing(alone: StepRecorder, tmp_path: Path) -> None:
+    """Its data ran out."""
+    take(alone, 1)
+    alone.begin_step(2, 0)
+    alone.lap("data_us")
+    alone.note_loss(torch.tensor(7.0), 3)
+    alone.cancel_step()
+    take(alone, 2)
+    alone.end_stage()
+    found = [(record["step"], record["samples"], record["loss"]) for record in recorded(alone, tmp_path)]
+    assert found == [(1, 1, 1.0), (2, 1, 2.0)]
+
+
 def test_steps_are_recorded_whose_messages_cannot_be_posted_any_more(
     alone: StepRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -399,7 +412,7 @@ def test_ranks_know_the_same_at_the_same_steps_whenever_each_resolves_its_own(
             recorder.note_loss(torch.tensor(float(rank + clock.step)), 1)
             agreed = recorder.end_step(exchanged=clock.step in exchanged)
             known[rank] += flat(clock.step, agreed)
-            resolved[rank].append(len(recorder._buffer.steps))
+            resolved[rank].append(len(recorder._ended))
         known[rank] += flat(steps + 1, recorder.end_stage())
         writer.close()
 
@@ -430,11 +443,10 @@ def test_marks_of_a_device_are_read_a_little_in_each_step(tmp_path: Path) -> Non
         recorder.begin_step(clock.step, 0)
         recorder.note_loss(torch.tensor(1.0), 1)
         recorder.end_step()
-        buffer = recorder._buffer
-        assert len(buffer.steps) == clock.step, "nothing was resolved"
-        read = [isinstance(mark, int) for mark in buffer.marks]
-        passed = buffer.steps[-2].marks_end if clock.step > 1 else 0
-        assert read == [True] * passed + [False] * (len(read) - passed)
+        *passed, running = recorder._ended
+        assert len(passed) == clock.step - 1, "nothing was resolved"
+        assert all(isinstance(mark, int) for step in passed for mark in step.marks)
+        assert not any(isinstance(mark, int) for mark in running.marks)
     assert clock.waited == 0
     writer.close()
 

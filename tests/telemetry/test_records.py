@@ -20,7 +20,7 @@ from ddprun.telemetry.control_message import (
 from ddprun.telemetry.records import PARTS, BucketRecord, StepRecord
 from ddprun.telemetry.steps import NonBackwardExchanges, resolve_steps, step_records
 from ddprun_hooks.comm.trace import BucketTrace
-from tests.telemetry.steps import MadeStep, buffer_of
+from tests.telemetry.steps import MadeStep, steps_of
 
 OFFSET_US = 500.0
 
@@ -79,7 +79,7 @@ def records_of(
             messages[message, bucket % 2, READY_AT + bucket] = ready.get(bucket, 0.0)
     rows = {step.number: row for row, step in enumerate(steps)}
     own = OwnMessages(messages[:, 1], list(ready_times), [rows[step] for step in ready_times], {})
-    resolved = resolve_steps(buffer_of(steps), Clock(), every=1)
+    resolved = resolve_steps(steps_of(steps), Clock(), every=1)
     if us is not None:
         resolved.parts_us[:] = us
     means: list[Sequence[float | None]] = [()] * len(steps)

@@ -1,4 +1,4 @@
-"""How marks become numbers: buffers are split between steps, and waiting is divided as a plain loop would."""
+"""How marks become numbers: of each step its own, and waiting is divided as a plain loop would."""
 
 import random
 from collections.abc import Sequence
@@ -12,7 +12,6 @@ from ddprun.telemetry.clock import Clock
 from ddprun.telemetry.records import PARTS
 from ddprun.telemetry.steps import (
     Intervals,
-    MarkBuffer,
     NonBackwardExchanges,
     ResolvedSteps,
     TraceTimes,
@@ -22,7 +21,7 @@ from ddprun.telemetry.steps import (
     union_overlap_us,
 )
 from ddprun_hooks.comm.trace import BucketTrace, CollectiveTrace, HookSpan
-from tests.telemetry.steps import MadeStep, buffer_of
+from tests.telemetry.steps import MadeStep, steps_of
 
 COLUMN = {part: place for place, part in enumerate(PARTS)}
 
@@ -54,7 +53,7 @@ def traffic(
 
 
 def resolved(*steps: MadeStep) -> ResolvedSteps:
-    return resolve_steps(buffer_of(steps), Clock(), every=1)
+    return resolve_steps(steps_of(steps), Clock(), every=1)
 
 
 def splits(found: ResolvedSteps, all_ready_us: Sequence[float]) -> list[Split]:
@@ -295,36 +294,9 @@ def numbers_of(resolved: ResolvedSteps) -> list[tuple[object, ...]]:
     ]
 
 
-@pytest.mark.parametrize("count", [1, 2, 4, 5])
-def test_a_buffer_is_split_between_steps(count: int) -> None:
-    """Both pieces give the numbers that the whole buffer gives."""
-    whole = numbers_of(resolve_steps(buffer_of(steps()), Clock(), every=1))
-    buffer = buffer_of(steps())
-    rest = buffer.split_off(count)
-    pieces = [numbers_of(resolve_steps(piece, Clock(), every=1)) for piece in (buffer, rest) if piece.steps]
-    assert [step for piece in pieces for step in piece] == whole
-    assert len(pieces[0]) == count
-
-
-def test_a_buffer_may_be_split_before_its_first_step() -> None:
-    """Then nothing is left in it."""
-    buffer = buffer_of(steps())
-    rest = buffer.split_off(0)
-    assert buffer == MarkBuffer()
-    assert rest.steps == buffer_of(steps()).steps
-
-
-def test_a_step_that_does_not_end_leaves_nothing() -> None:
-    """Its data ran out, or it failed."""
-    buffer = buffer_of(steps())
-    whole = numbers_of(resolve_steps(buffer_of(steps()), Clock(), every=1))
-    buffer.parts += ("", "data_us")
-    buffer.marks += (9, 10)
-    buffer.traces.append(buffer.traces[0])
-    buffer.numbers.append([7.0])
-    buffer.samples.append(3)
-    buffer.drop_running()
-    assert numbers_of(resolve_steps(buffer, Clock(), every=1)) == whole
-    buffer = MarkBuffer(parts=[""], marks=[1])
-    buffer.drop_running()
-    assert buffer == MarkBuffer()
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_steps_are_resolved_together_or_not(count: int) -> None:
+    """Both pieces give the numbers that all steps together give."""
+    whole = numbers_of(resolve_steps(steps_of(steps()), Clock(), every=1))
+    pieces = [resolve_steps(steps_of(some), Clock(), every=1) for some in (steps()[:count], steps()[count:])]
+    assert [step for piece in pieces for step in numbers_of(piece)] == whole

@@ -1,8 +1,8 @@
 """The recorder of steps: marks in a step, control messages about it, records after it.
 
-The loop calls `begin_step`, `lap` and `end_step`, which only append to a `MarkBuffer` (`steps.py`). About
-every half second `end_step` resolves the steps that are over, and posts this rank's control messages about
-those in which ranks exchanged something (`control_message.py`). It reads those of all ranks
+The loop calls `begin_step`, `lap` and `end_step`, which only append to the step's `StepMarks` (`steps.py`).
+About every half second `end_step` resolves the steps that are over, and posts this rank's control messages
+about those in which ranks exchanged something (`control_message.py`). It reads those of all ranks
 `control_delay_steps` later, when they have long arrived, and returns what all ranks agree on then
 (`AgreedSteps`): so all ranks learn the mean loss and stop at the same step, and nothing waits for that.
 Splitting the steps' waiting and making their records is deferred work, for when the training thread has to
@@ -46,7 +46,7 @@ from ddprun.telemetry.records import PARTS, ClockOffsets, MachineRecord, StepRec
 from ddprun.telemetry.steps import (
     TOTALS,
     FloatArray,
-    MarkBuffer,
+    MicroBatchNumbers,
     NonBackwardExchanges,
     ResolvedSteps,
     StepMarks,
@@ -236,8 +236,8 @@ class StepRecorder:
         self.own_loss = math.nan  # this rank's mean loss in the newest resolved step
         self.first_nonfinite_loss: tuple[int, float] | None = None  # the step, and this rank's loss in it
         self._columns = ReadyColumns([])  # of the stage's gradient buckets in messages
-        self._buffer = MarkBuffer()  # of the running step, and of those before it that are not resolved
-        self._step: StepMarks | None = None
+        self._step: StepMarks | None = None  # the running one
+        self._ended: list[StepMarks] = []  # steps that are over, not resolved yet
         self._last_end: Any = None  # mark of the last step's end, within a stage
         self._last_cpu_ns = 0  # processor time of this process at that moment
         self._between_steps = NonBackwardExchanges()
@@ -269,7 +269,7 @@ class StepRecorder:
     @property
     def traces(self) -> list[BucketTrace[Any]]:
         """Takes the gradient buckets of the running step."""
-        return self._buffer.traces
+        return self.current.traces
 
     @property
     def sync(self) -> NonBackwardExchanges:
@@ -282,20 +282,16 @@ class StepRecorder:
 
     def begin_step(self, number: int, stage: int) -> None:
         """Begin a step. What lies between two steps of a stage is the later one's `sync_us`."""
-        now, before, buffer = self.mark(), self._last_end, self._buffer
-        self._step = StepMarks(number, stage)
+        now, before = self.mark(), self._last_end
         if before is None:
             self._last_cpu_ns = time.process_time_ns()
-            buffer.parts.append("")
-            buffer.marks.append(now)
+            self._step = StepMarks(number, stage, [""], [now])
         else:
-            buffer.parts += ("", "sync_us")
-            buffer.marks += (before, now)
+            self._step = StepMarks(number, stage, ["", "sync_us"], [before, now])
 
     def cancel_step(self) -> None:
         """Drop the step that has begun: there is no data for it."""
         self._step = None
-        self._buffer.drop_running()
 
     def note_loss(
         self, mean: Tensor, samples: int, weight: float | None = None, values: Sequence[Tensor | None] = ()
@@ -304,12 +300,10 @@ class StepRecorder:
         that is the number of samples), and the numbers of `value_names`; none: they are not known. On a
         device these are read some steps later: their memory must be their own.
         """
-        assert self._step is not None, "no step is running"
         numbers = [mean, *(values or [None] * len(self.value_names))]
         copies = [None if one is None else self._clock.copy_to_host(one) for one in numbers]
-        self._buffer.numbers.append(copies)
-        self._buffer.samples.append(samples)
-        self._buffer.weights.append(samples if weight is None else weight)
+        micro_batch = MicroBatchNumbers(copies, samples, samples if weight is None else weight)
+        self.current.micro_batches.append(micro_batch)
 
     @property
     def records_step(self) -> bool:
@@ -339,14 +333,14 @@ class StepRecorder:
 
     def lap(self, part: str) -> None:
         """End a part of the step (one of `PARTS`); what follows belongs to the next."""
-        assert self._step is not None, "no step is running"
-        buffer = self._buffer
-        buffer.parts.append(part)
-        buffer.marks.append(self.mark())
+        step = self.current
+        step.parts.append(part)
+        step.marks.append(self.mark())
 
     def end_backward(self) -> None:
         """End a backward pass in which gradients were exchanged."""
-        self.current.backward_ends.append((len(self._buffer.marks), len(self._buffer.traces)))
+        step = self.current
+        step.backward_ends.append((len(step.marks), len(step.traces)))
         self.lap("backward_us")
 
     def note_gradient_times(self, marks: Mapping[str, Any]) -> None:
@@ -369,8 +363,8 @@ class StepRecorder:
         ranks may be gone, so nothing is exchanged.
         """
         step, cpu_ns = self.current, time.process_time_ns()
-        self._buffer.parts.append("other_us")
-        self._buffer.marks.append(self.mark() if at is None else at)
+        step.parts.append("other_us")
+        step.marks.append(self.mark() if at is None else at)
         step.cpu_us, self._last_cpu_ns = (cpu_ns - self._last_cpu_ns) // 1000, cpu_ns
         if not exchanged:
             step.exchanged = False
@@ -379,8 +373,8 @@ class StepRecorder:
         compare_clocks = time.monotonic() - self.clocks_compared_s > _COMPARE_CLOCKS_EVERY_S
         if stop or checkpoint or compare_clocks:
             step.requests = STOP * stop + CHECKPOINT * checkpoint + COMPARE_CLOCKS * compare_clocks
-        self._last_end = self._buffer.marks[-1] if at is None else None
-        self._buffer.end_step(step)
+        self._last_end = step.marks[-1] if at is None else None
+        self._ended.append(step)
         self._steps_since_post += exchanged or not self.ranks_may_differ
         self._step = None
         if alone:
@@ -470,10 +464,9 @@ class StepRecorder:
         for pending in all_pending:
             if pending.resolved is not None:
                 self.deferred.add(self._split_and_record(pending.resolved, pending.own, None))
-        buffer, self._buffer = self._buffer, MarkBuffer()
-        buffer.drop_running()
-        if buffer.steps:
-            resolved = self._resolve(buffer)
+        steps, self._ended = self._ended, []
+        if steps:
+            resolved = self._resolve(steps)
             self.deferred.add(self._split_and_record(resolved, empty_messages(ReadyColumns([])), None))
         self.deferred.do_all()
 
@@ -483,14 +476,10 @@ class StepRecorder:
         """Read the marks of the step that the device has passed meanwhile: a little in each step, since the
         device would run out of work while many were read at once.
         """
-        buffer, index = self._buffer, len(self._buffer.steps) - 1 - self._clock.lag_steps
-        if index < 0:
-            return
-        before = buffer.steps[index - 1] if index else StepMarks(0, 0)
-        step = buffer.steps[index]
-        marks, traces = slice(before.marks_end, step.marks_end), slice(before.traces_end, step.traces_end)
-        buffer.marks[marks] = self._clock.times(buffer.marks[marks])
-        buffer.traces[traces] = self._clock.read_traces(buffer.traces[traces])
+        if len(self._ended) > self._clock.lag_steps:
+            step = self._ended[-1 - self._clock.lag_steps]
+            step.marks = self._clock.times(step.marks)
+            step.traces = list(self._clock.read_traces(step.traces))
 
     def _steps_to_keep(self) -> int:
         """The newest steps, whose marks the device has not reached; of ranks that may differ, as many with an
@@ -498,7 +487,7 @@ class StepRecorder:
         """
         keep = lag = self._clock.lag_steps
         if self.ranks_may_differ:
-            steps = self._buffer.steps
+            steps = self._ended
             while keep < len(steps) and sum(step.exchanged for step in steps[len(steps) - keep :]) < lag:
                 keep += 1
         return keep
@@ -510,10 +499,10 @@ class StepRecorder:
         That while differs between ranks. It decides nothing that ranks do together: steps with a message
         never wait for it, and `_steps_since_post` counts from posted messages only.
         """
-        readable = len(self._buffer.steps) - self._clock.lag_steps  # without waiting for a mark
+        readable = len(self._ended) - self._clock.lag_steps  # without waiting for a mark
         if readable < 1:
             return False
-        if any(step.exchanged for step in islice(self._buffer.steps, readable)):
+        if any(step.exchanged for step in islice(self._ended, readable)):
             return True
         return readable >= self._max_per_post or now_us() - self._resolved_at >= _POST_EVERY_US
 
@@ -523,19 +512,19 @@ class StepRecorder:
         """
         self.deferred.do_all()
         self._resolved_at = now_us()
-        buffer = self._buffer
-        self._buffer = buffer.split_off(len(buffer.steps) - keep)
+        count = len(self._ended) - keep
+        steps, self._ended = self._ended[:count], self._ended[count:]
         own = empty_messages(self._columns, 2 + 2 * len(self.value_names))
         last_step = self._accumulator.last_step
         resolved = None
-        if buffer.steps:
-            last_step = buffer.steps[-1].number
-            recorded = [step for step in buffer.steps if step.number % self._every == 0]
+        if steps:
+            last_step = steps[-1].number
+            recorded = [step for step in steps if step.number % self._every == 0]
             if recorded:
                 # This takes some 70 µs; the load is the host's over a minute.
                 resident, load = psutil.Process().memory_info().rss, round(os.getloadavg()[0], 2)
                 recorded[-1].machine = MachineRecord(resident, self._clock.device_bytes(), load)
-            resolved = self._resolve(buffer)
+            resolved = self._resolve(steps)
             rows = reversed(range(len(resolved.steps)))
             newest_first = (loss_of(resolved.means(row), self._turns) for row in rows)
             self.own_loss = next((loss for loss in newest_first if loss is not None), self.own_loss)
@@ -552,13 +541,13 @@ class StepRecorder:
         pending = _PendingSteps(resolved, own, last_step)
         self._pending_steps.append(pending)  # first, so that it is salvaged if nothing can be posted any more
         if own.steps:
-            kept = self._buffer.steps
-            self._steps_since_post = sum(step.exchanged for step in kept) if self.ranks_may_differ else keep
+            exchanged = sum(step.exchanged for step in self._ended)
+            self._steps_since_post = exchanged if self.ranks_may_differ else keep
             numbers = np.hstack((own.numbers, own.values))
             pending.posted = self._control.all_gather_async(torch.from_numpy(numbers.ravel()))
 
-    def _resolve(self, buffer: MarkBuffer) -> ResolvedSteps:
-        return resolve_steps(buffer, self._clock, every=self._every, numbers=1 + len(self.value_names))
+    def _resolve(self, steps: list[StepMarks]) -> ResolvedSteps:
+        return resolve_steps(steps, self._clock, every=self._every, numbers=1 + len(self.value_names))
 
     def _await_messages(self, posts: int) -> list[AgreedSteps]:
         """Read the messages of the oldest posts, whose steps are divided and recorded some time later."""

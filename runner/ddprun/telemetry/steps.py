@@ -1,6 +1,6 @@
 """Turns the marks of steps into times and records.
 
-A running step only appends to a `MarkBuffer`: its marks, losses and bucket traces. Once steps are over,
+A running step only appends to its `StepMarks`: marks, losses and bucket traces. Once steps are over,
 `resolve_steps` reads the marks of many of them at once. When it is known when all ranks had each bucket ready
 (`control_message.py`), `split_exposed_time` splits the time in which this rank waited into `exposed_hook_us`,
 `exposed_wait_us` and `exposed_wire_us`. `step_records` and `bucket_record` make records of the result, whose
@@ -15,7 +15,7 @@ step has two *sections* in which buckets travel, with traces and waits of their 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -81,17 +81,26 @@ class NonBackwardExchanges:
     """When the training thread only waited: marks, from and to, of `ParameterExchanger`."""
 
 
+class MicroBatchNumbers(NamedTuple):
+    """What a step keeps of one of its micro-batches."""
+
+    means: Sequence[Any]
+    """Its mean loss and the numbers beside it, from `Clock.copy_to_host`; None: it lacks one."""
+
+    samples: int
+    weight: float  # what its means count in those of a step
+
+
 @dataclass(slots=True)
 class StepMarks:
-    """Where a step's marks, traces and losses end in a `MarkBuffer`, and what there is once for a step. They
-    begin where those of the step before end.
-    """
+    """What a step leaves behind."""
 
     number: int  # counts from 1 in the run, as `step` in records
     stage: int
-    marks_end: int = 0
-    traces_end: int = 0
-    losses_end: int = 0
+    parts: list[str] = field(default_factory=list)  # of `PARTS`, which ended at each mark; "": the step began
+    marks: list[Any] = field(default_factory=list)
+    traces: list[BucketTrace[Any]] = field(default_factory=list)  # gradient buckets of backward passes
+    micro_batches: list[MicroBatchNumbers] = field(default_factory=list)
     backward_ends: list[tuple[int, int]] = field(default_factory=list)
     """Of each backward pass that exchanged gradients: the index of the mark that ended it, and where its
     traces end."""
@@ -108,61 +117,11 @@ class StepMarks:
 
 
 @dataclass(slots=True)
-class MarkBuffer:
-    """What steps leave behind, in few flat lists: the garbage collector walks every object that is kept. The
-    running step appends behind the steps that are over.
-    """
-
-    steps: list[StepMarks] = field(default_factory=list)  # that are over
-    parts: list[str] = field(default_factory=list)  # of `PARTS`, which ended at each mark; "": a step began
-    marks: list[Any] = field(default_factory=list)
-    traces: list[BucketTrace[Any]] = field(default_factory=list)  # gradient buckets of backward passes
-    numbers: list[Sequence[Any]] = field(default_factory=list)
-    """Of each micro-batch, its mean loss and the numbers beside it, from `Clock.copy_to_host`; None: it lacks
-    one."""
-
-    samples: list[int] = field(default_factory=list)  # of each micro-batch
-    weights: list[float] = field(default_factory=list)  # what its numbers count in means
-
-    def end_step(self, step: StepMarks) -> None:
-        """End the running step: its marks, traces and losses end here."""
-        step.marks_end, step.traces_end = len(self.marks), len(self.traces)
-        step.losses_end = len(self.numbers)
-        self.steps.append(step)
-
-    def drop_running(self) -> None:
-        """Drop what the running step has left so far."""
-        last = self.steps[-1] if self.steps else StepMarks(0, 0)
-        del self.parts[last.marks_end :], self.marks[last.marks_end :]
-        del self.traces[last.traces_end :]
-        for column in (self.numbers, self.samples, self.weights):
-            del column[last.losses_end :]
-
-    def split_off(self, count: int) -> "MarkBuffer":
-        """Keep the first `count` steps; returns a buffer with the rest."""
-        rest = MarkBuffer()
-        last = self.steps[count - 1] if count else StepMarks(0, 0)
-        rest.steps, self.steps = self.steps[count:], self.steps[:count]
-        marks, traces, losses = last.marks_end, last.traces_end, last.losses_end
-        rest.parts, rest.marks = self.parts[marks:], self.marks[marks:]
-        rest.traces = self.traces[traces:]
-        rest.numbers, rest.samples = self.numbers[losses:], self.samples[losses:]
-        rest.weights = self.weights[losses:]
-        for step in rest.steps:
-            step.marks_end -= marks
-            step.traces_end -= traces
-            step.losses_end -= losses
-            step.backward_ends = [(mark - marks, trace - traces) for mark, trace in step.backward_ends]
-        self.drop_running()
-        return rest
-
-
-@dataclass(slots=True)
 class ResolvedSteps:
     """Steps that are over. Times are microseconds of this rank's clock; lists have an item for each step."""
 
     steps: list[StepMarks]  # in the order in which they were taken
-    parts: list[str]  # as in the buffer
+    parts: list[str]  # as in `StepMarks`, of all steps
     times: list[int]  # of the marks
     durations: IntArray  # from the mark before to each mark
     bounds: list[int]  # where each step's marks begin, and where the last one's end
@@ -220,42 +179,45 @@ def loss_of(means: Sequence[float | None], turns: Sequence[int]) -> float | None
     return sum(known) if len(known) == len(turns) else None
 
 
-def resolve_steps(buffer: MarkBuffer, clock: Clock, *, every: int, numbers: int = 1) -> ResolvedSteps:
+def resolve_steps(steps: list[StepMarks], clock: Clock, *, every: int, numbers: int = 1) -> ResolvedSteps:
     """Read the marks of steps that are over; waits for those that the device has not passed.
 
-    `buffer` has at least one step and no running one; its traces are taken out. The clock measures later
-    marks from the last step's end. Gradient times are read for every n-th step (`every`).
+    There is at least one step; the steps' traces are taken out. The clock measures later marks from the last
+    step's end. Gradient times are read for every n-th step (`every`).
     """
-    steps, count = buffer.steps, len(buffer.steps)
-    times = clock.times(buffer.marks)
-    bounds = [0, *[step.marks_end for step in steps]]
+    count = len(steps)
+    times = clock.times([mark for step in steps for mark in step.marks])
+    parts = [part for step in steps for part in step.parts]
+    bounds = [0, *accumulate(len(step.marks) for step in steps)]
     durations = np.array(times)
     durations[1:] -= durations[:-1].copy()
     cells = np.repeat(np.arange(0, count * len(_COLUMN), len(_COLUMN)), np.diff(bounds))
-    cells += [_COLUMN[part] for part in buffer.parts]
+    cells += [_COLUMN[part] for part in parts]
     parts_us = _sums(cells, durations, count * len(_COLUMN)).reshape(count, -1)
 
-    backward, buffer.traces = list(clock.read_traces(buffer.traces)), []
+    backward = list(clock.read_traces([trace for step in steps for trace in step.traces]))
     ready = [trace.ready for trace in backward]
     handed_over = [trace.handed_over or trace.ready for trace in backward]
     sections, traces = list[int](), list[BucketTrace[int]]()
     in_hooks, waits = list[int](), list[int]()  # rows of (section, microseconds) and (section, start, end)
     first = 0
     for row, step in enumerate(steps):
-        section = 2 * row
-        for mark, end in step.backward_ends:
+        section, step_begin, step_end = 2 * row, first, first + len(step.traces)
+        for mark, traces_end in step.backward_ends:
+            end = step_begin + traces_end
             of_pass = slice(first, end)
             if end > first:
                 sections += [section] * (end - first)
                 traces += backward[of_pass]
                 in_hooks += (section, sum(handed_over[of_pass]) - sum(ready[of_pass]))
-                start, until = max(handed_over[of_pass]), times[mark]
-                if end < step.traces_end:  # another pass follows: what came after the last bucket is no wait
+                start, until = max(handed_over[of_pass]), times[bounds[row] + mark]
+                if end < step_end:  # another pass follows: what came after the last bucket is no wait
                     done = max(trace.done or trace.ready for trace in backward[of_pass])
                     until = min(until, max(start, done))
                 waits += (section, start, until)
             first = end
-        assert first == step.traces_end, "gradients were exchanged in backward passes that ended"
+        assert first == step_end, "gradients were exchanged in backward passes that ended"
+        step.traces = []
         if step.sync is not None:
             section += 1
             completed = clock.read_traces(step.sync.completed)
@@ -279,12 +241,11 @@ def resolve_steps(buffer: MarkBuffer, clock: Clock, *, every: int, numbers: int 
         else {}
         for step in steps
     ]
-    ends = [0, *(step.losses_end for step in steps)]
     _read_norms(steps, clock)
     clock.reanchor()
     return ResolvedSteps(
         steps=steps,
-        parts=buffer.parts,
+        parts=parts,
         times=times,
         durations=durations,
         bounds=bounds,
@@ -296,8 +257,8 @@ def resolve_steps(buffer: MarkBuffer, clock: Clock, *, every: int, numbers: int 
         waits=waiting,
         waited_us=_sums(waiting.section, waiting.end - waiting.start, 2 * count),
         in_hooks_us=_sums(hooks_section, hooks_us, 2 * count),
-        sums=_sums_and_weights(buffer, clock, numbers),
-        samples=[sum(buffer.samples[first:end]) for first, end in pairwise(ends)],
+        sums=_sums_and_weights(steps, clock, numbers),
+        samples=[sum(one.samples for one in step.micro_batches) for step in steps],
         gradient_times=gradient_times,
     )
 
@@ -378,18 +339,17 @@ def union_overlap_us(intervals: Intervals, windows: Intervals) -> IntArray:
     return covered_until(to_single_timeline(windows.section, windows.end)) - until_start
 
 
-def _sums_and_weights(buffer: MarkBuffer, clock: Clock, count: int) -> FloatArray:
+def _sums_and_weights(steps: Sequence[StepMarks], clock: Clock, count: int) -> FloatArray:
     """This rank's loss and the numbers beside it, summed over what counts, and how much that is for each."""
-    sums, first = np.zeros((len(buffer.steps), 2 * count)), 0
-    known = iter(clock.read_numbers([one for row in buffer.numbers for one in row if one is not None]))
-    for row, step in enumerate(buffer.steps):
-        of_step = slice(first, step.losses_end)
-        for numbers, weight in zip(buffer.numbers[of_step], buffer.weights[of_step], strict=True):
-            for index, one in enumerate(numbers):
+    sums = np.zeros((len(steps), 2 * count))
+    rows = [micro_batch.means for step in steps for micro_batch in step.micro_batches]
+    known = iter(clock.read_numbers([one for means in rows for one in means if one is not None]))
+    for row, step in enumerate(steps):
+        for means, _, weight in step.micro_batches:
+            for index, one in enumerate(means):
                 mean = math.nan if one is None else next(known)
                 if one is not None and weight:
                     sums[row, [index, count + index]] += mean * weight, weight
-        first = step.losses_end
     return sums
 
 
