@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,7 +43,7 @@ from ddprun.telemetry.stragglers import StragglerDetector
 from ddprun.telemetry.writer import RecordFiles, log_event, versions, write_summary
 from ddprun.track import RunInfo
 from ddprun.units import format_count
-from ddprun.watchdog.rank_watchdog import GROUP_TIMEOUT_MARGIN_S, RankWatchdog
+from ddprun.watchdog.rank_watchdog import GROUP_TIMEOUT_MARGIN_S
 from ddprun_hooks.comm.control import open_control_channel
 from ddprun_hooks.errors import format_ranks
 from ddprun_hooks.registry import AnyHook, make_stack
@@ -94,79 +94,7 @@ def observe(
         RunFolderError: the folder cannot be made, or is not empty.
         PipelineError: no such tracker, wrong options, or a package that is not installed.
     """
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
-    check_model(model)
-    stack, device = make_stack(hooks), device_of(model)
-    settings, trackers = load_trackers(json.dumps(track, default=str), "track")
-    settings.check_environment()
-    check_trackers(settings, trackers)
-    redact, redact_all = settings.secrets.redact, settings.secrets.redact_all
-    name = name or Path(sys.argv[0]).stem or "script"
-    if timeout_s is None:
-        options: Any = dist.distributed_c10d._get_default_group()._get_backend(device).options
-        timeout_s = options._timeout.total_seconds()
-    context, timeout = FailureContext(), timedelta(seconds=timeout_s + GROUP_TIMEOUT_MARGIN_S)
-    environment = replace(Environment.read(), rank=dist.get_rank(), world_size=dist.get_world_size())
-    watchdog = make_rank_watchdog(environment, timeout_s, context, lambda: ranks)
-    ranks = Ranks(environment, timeout, watchdog, watchdog.status_page.path)
-    watchdog.start()
-    with ExitStack() as undo:
-        undo.callback(watchdog.close)
-        ranks.adopt_process_group(f"ddprun-{next(_observed)}")
-        shown = _agree_on_folder(ranks, run_dir, name)
-        folder = context.run_dir = shown.absolute()
-        if device.type == "cuda":
-            watchdog.set_device(device)
-        control = open_control_channel(timeout, watchdog)
-        # Without hooks nothing looks at a gradient, which stays as the script has scaled it.
-        seen = scaler if stack.names else None
-        handle = attach(
-            model,
-            stack,
-            control,
-            scaler=seen,
-            timeout=timeout,
-            observer=watchdog,
-            sends_buffers=sends_buffers(model),
-        )
-        records = RecordFiles(folder, control, ranks_without(folder, ranks), rank_files.attempt_folder())
-        clock = clock_for(device)
-        recorder = StepRecorder(
-            clock=clock,
-            control=control,
-            writer=records.writer,
-            every=every,
-            stragglers=StragglerDetector(_STRAGGLER_WINDOW, _STRAGGLER_OVER, broadcasts_first=True),
-        )
-        recorder.ranks_may_differ = True
-        screen = _NotesOnly(redact, quiet=ranks.rank != 0)
-        reporter = Reporter(screen, recorder, records.writer, redact_all)
-        run = ObservedRun(
-            folder,
-            handle,
-            name,
-            device,
-            backend_of(device),
-            ranks,
-            watchdog,
-            context,
-            records,
-            recorder,
-            reporter,
-        )
-        context.reporter, context.step = reporter, lambda: run.marks.step
-        if scaler is not None and not scaler.is_enabled():
-            scaler = None
-        if not clock.lag_steps:  # else marks of the step before would have to be waited for
-            handle.on_last_bucket_sent = recorder.deferred.do_some
-        params, calls = _params(model, optimizer), (run.after_step, run.meet_if_due)
-        run.begin(model, StepMarks(handle, recorder, watchdog, device, params, scaler, *calls), shown)
-        if ranks.rank == 0 and trackers:  # last, so that whatever fails before leaves none open
-            about = redact_all({"name": name, "hooks": list(stack.names), **settings.root.data()})
-            info = RunInfo(name, folder, about, Path.cwd())
-            open_trackers(settings, trackers, info, reporter, recorder, None)
-        undo.pop_all()
-    return run
+    return ObservedRun(model, optimizer, hooks, scaler, run_dir, name, timeout_s, every, track)
 
 
 def _agree_on_folder(ranks: Ranks, run_dir: str | os.PathLike[str] | None, name: str) -> Path:
@@ -204,7 +132,6 @@ class _NotesOnly(Screen):
         """The script shows its own."""
 
 
-@dataclass(slots=True, eq=False, repr=False)
 class ObservedRun:
     """A run of a script's own; `observe` makes it. As a context manager it closes itself."""
 
@@ -214,25 +141,93 @@ class ObservedRun:
     hooks: Handle
     """The hooks' state: each rank's checkpoint needs `run.hooks.state_dict()`, if hooks keep anything."""
 
-    _name: str
-    _device: torch.device
-    _backend: str
-    _ranks: Ranks
-    _watchdog: RankWatchdog
-    _context: FailureContext
-    _records: RecordFiles
-    _recorder: StepRecorder
-    _reporter: Reporter
-    marks: StepMarks = field(init=False)
-    _began: float = field(default_factory=time.monotonic)
-    _loss: float | None = None  # mean over ranks in the newest step whose loss is known
-    _layout_known: bool = False
-    _clocks_are_due: bool = False
-    _alone: bool = False  # the other ranks may be gone
-    _error_before: BaseException | None = field(default_factory=lambda: getattr(sys, "last_value", None))
-    _closed: bool = False
-    _told_of_skipped: bool = False
-    _shown: str = ""  # the folder as it was given, for messages
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        optimizer: Optimizer | Sequence[Optimizer] | None,
+        hooks: AnyHook | Sequence[AnyHook],
+        scaler: torch.amp.GradScaler | None,
+        run_dir: str | os.PathLike[str] | None,
+        name: str | None,
+        timeout_s: float | None,
+        every: int,
+        track: Sequence[str | Mapping[str, Any]],
+    ) -> None:
+        model = getattr(model, "_orig_mod", model)  # of torch.compile
+        check_model(model)
+        stack, self._device = make_stack(hooks), device_of(model)
+        settings, trackers = load_trackers(json.dumps(track, default=str), "track")
+        settings.check_environment()
+        check_trackers(settings, trackers)
+        redact, redact_all = settings.secrets.redact, settings.secrets.redact_all
+        self._name = name = name or Path(sys.argv[0]).stem or "script"
+        if timeout_s is None:
+            options: Any = dist.distributed_c10d._get_default_group()._get_backend(self._device).options
+            timeout_s = options._timeout.total_seconds()
+        self._context = context = FailureContext()
+        timeout = timedelta(seconds=timeout_s + GROUP_TIMEOUT_MARGIN_S)
+        environment = replace(Environment.read(), rank=dist.get_rank(), world_size=dist.get_world_size())
+        self._watchdog = watchdog = make_rank_watchdog(environment, timeout_s, context, lambda: ranks)
+        self._ranks = ranks = Ranks(environment, timeout, watchdog, watchdog.status_page.path)
+        watchdog.start()
+        with ExitStack() as undo:
+            undo.callback(watchdog.close)
+            ranks.adopt_process_group(f"ddprun-{next(_observed)}")
+            shown = _agree_on_folder(ranks, run_dir, name)
+            self._shown = str(shown)  # the folder as it was given, for messages
+            self.folder = context.run_dir = shown.absolute()
+            if self._device.type == "cuda":
+                watchdog.set_device(self._device)
+            control = open_control_channel(timeout, watchdog)
+            self.hooks = attach(
+                model,
+                stack,
+                control,
+                # Without hooks nothing looks at a gradient, which stays as the script has scaled it.
+                scaler=scaler if stack.names else None,
+                timeout=timeout,
+                observer=watchdog,
+                sends_buffers=sends_buffers(model),
+            )
+            self._backend = backend_of(self._device)
+            remote = ranks_without(self.folder, ranks)
+            self._records = RecordFiles(self.folder, control, remote, rank_files.attempt_folder())
+            clock = clock_for(self._device)
+            self._recorder = recorder = StepRecorder(
+                clock=clock,
+                control=control,
+                writer=self._records.writer,
+                every=every,
+                stragglers=StragglerDetector(_STRAGGLER_WINDOW, _STRAGGLER_OVER, broadcasts_first=True),
+            )
+            recorder.ranks_may_differ = True
+            screen = _NotesOnly(redact, quiet=ranks.rank != 0)
+            self._reporter = reporter = Reporter(screen, recorder, self._records.writer, redact_all)
+            self._began = time.monotonic()
+            self._loss: float | None = None  # mean over ranks in the newest step whose loss is known
+            self._layout_known = self._clocks_are_due = self._closed = self._told_of_skipped = False
+            self._alone = False  # the other ranks may be gone
+            self._error_before: BaseException | None = getattr(sys, "last_value", None)
+            if scaler is not None and not scaler.is_enabled():
+                scaler = None
+            if not clock.lag_steps:  # else marks of the step before would have to be waited for
+                self.hooks.on_last_bucket_sent = recorder.deferred.do_some
+            params, calls = _params(model, optimizer), (self.after_step, self.meet_if_due)
+            self.marks = StepMarks(self.hooks, recorder, watchdog, self._device, params, scaler, *calls)
+            context.reporter, context.step = reporter, lambda: self.marks.step
+            stage = StageStarted(stage=0, sync=_SYNC, hooks=tuple(stack.names))
+            for event in (recorder.compare_clocks(), stage):
+                log_event(reporter.events, event)
+            reporter.begin_stage("train", None, steps_before=0, step=0)
+            recorder.begin_stage([])
+            self.marks.attach(model)
+            atexit.register(self._end_with_process)
+            reporter.note(f"ddprun {__version__}: observing {name}, in {shown}")
+            if ranks.rank == 0 and trackers:  # last, so that whatever fails before leaves none open
+                about = redact_all({"name": name, "hooks": list(stack.names), **settings.root.data()})
+                info = RunInfo(name, self.folder, about, Path.cwd())
+                open_trackers(settings, trackers, info, reporter, recorder, None)
+            undo.pop_all()
 
     def steps(self, loader: Iterable[_T]) -> TimedLoader[_T]:
         """The loader, for one epoch or all: the time for each of its batches becomes `data_us`. Without it
@@ -271,18 +266,6 @@ class ObservedRun:
             self.close()
         elif self._end(alone=True):
             self._fail(error)
-
-    def begin(self, model: DistributedDataParallel, marks: StepMarks, shown: Path) -> None:
-        """Begin to watch the script; called by all ranks."""
-        self.marks, self._shown = marks, str(shown)
-        stage = StageStarted(stage=0, sync=_SYNC, hooks=tuple(self.hooks.stack.names))
-        for event in (self._recorder.compare_clocks(), stage):
-            log_event(self._reporter.events, event)
-        self._reporter.begin_stage("train", None, steps_before=0, step=0)
-        self._recorder.begin_stage([])
-        marks.attach(model)
-        atexit.register(self._end_with_process)
-        self._reporter.note(f"ddprun {__version__}: observing {self._name}, in {self._shown}")
 
     def after_step(self, exchanged: bool, at: object) -> None:
         """A step is over; `exchanged`: its gradients were averaged over ranks; `at`: where it ended."""
