@@ -9,6 +9,7 @@ control. Prints medians.
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -18,7 +19,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddprun.watchdog.rank_watchdog import NO_OP_LISTENER, EngineListener, OverdueCollective, RankWatchdog
+from ddprun.watchdog.rank_watchdog import OverdueCollective, RankWatchdog
+from ddprun_hooks.comm.observer import CollectiveSequence
 
 STEPS = {"[64]": 3000, "[512, 512]": 600}
 
@@ -34,35 +36,37 @@ stages:
 
 WRAPPER = """
 import sys
-from types import SimpleNamespace
-from ddprun.engine import worker
-from ddprun.watchdog.rank_watchdog import NO_OP_LISTENER
+from benchmarks.watch import Unwatched
+from ddprun.engine import failures
 
 if sys.argv.pop(1) == "without":
-    def no_watchdog(*_):
-        return SimpleNamespace(
-            set_device=NO_OP_LISTENER.set_device,
-            new_sequence=NO_OP_LISTENER.new_sequence,
-            set_phase=NO_OP_LISTENER.set_phase,
-            status_page=SimpleNamespace(path="", remove=lambda: None),
-            start=lambda: None,
-            close=lambda: None,
-            hang_found=False,
-        )
-    worker.make_rank_watchdog = no_watchdog
+    failures.RankWatchdog = Unwatched
 from ddprun.cli import main
 sys.exit(main())
 """
 
 
-def alone(listener: EngineListener, steps: int) -> float:
+class Unwatched(RankWatchdog):
+    """A watchdog that does nothing."""
+
+    def start(self) -> None:
+        """There is nothing to watch."""
+
+    def new_sequence(self, name: str, ranks: Sequence[int]) -> CollectiveSequence:  # type: ignore[override]
+        return CollectiveSequence()
+
+    def set_phase(self, phase: bytes, step: int | None = None, stage: str | None = None) -> None:
+        pass
+
+
+def alone(watchdog: RankWatchdog, steps: int) -> float:
     """Microseconds for what one step tells."""
-    sequences = [listener.new_sequence("world.0", [0, 1]), listener.new_sequence("control", [0, 1])]
+    sequences = [watchdog.new_sequence("world.0", [0, 1]), watchdog.new_sequence("control", [0, 1])]
     began = time.perf_counter()
     for step in range(1, steps + 1):
-        listener.set_phase(b"data", step)
+        watchdog.set_phase(b"data", step)
         for phase in (b"forward", b"backward", b"optimizer", b"sync"):
-            listener.set_phase(phase)
+            watchdog.set_phase(phase)
         for sequence in sequences:
             sequence.record_issued("all_reduce", what="word").mark_done()
     return (time.perf_counter() - began) / steps * 1e6
@@ -82,7 +86,8 @@ def whole(folder: Path, hidden: str, how: str) -> float:
         how,
         "p.yaml",
     ]
-    done = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, cwd=folder, env=environment, check=False, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stderr}")
     file = folder / done.stdout.strip() / "steps" / "rank-00000.jsonl"
@@ -97,10 +102,10 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        watchdog = RankWatchdog(0, 600, folder, _no_alarm)
+        watchdog, unwatched = RankWatchdog(0, 600, folder, _no_alarm), Unwatched(1, 600, folder, _no_alarm)
         watchdog.start()
         told = [
-            (alone(watchdog, 20_000), alone(NO_OP_LISTENER, 20_000), alone(NO_OP_LISTENER, 20_000))
+            (alone(watchdog, 20_000), alone(unwatched, 20_000), alone(unwatched, 20_000))
             for _ in range(rounds)
         ]
         watchdog.close()

@@ -20,7 +20,8 @@ from ddprun.checkpoint import folder
 from ddprun.checkpoint.codec import EncodedState, encode
 from ddprun.checkpoint.location import CheckpointLocation
 from ddprun.checkpoint.writer import CheckpointOutcome, CheckpointWriter
-from ddprun.parallel.ranks import Environment, Ranks
+from ddprun.engine.failures import FailureContext, open_ranks
+from ddprun.parallel.ranks import Environment
 from ddprun_hooks.comm.control import open_control_channel
 from ddprun_hooks.comm.gpu import PinnedStaging
 from tests.fake_gpu import FakeGpu
@@ -157,7 +158,7 @@ HOSTS = (0, 0, 2, 3, 3)
 
 def on_three_hosts(root: Path) -> list[str | None]:
     """What became of two checkpoints, the first of which host 2 cannot write whole, on rank 0."""
-    ranks = Ranks(Environment.read(), timedelta(seconds=60))
+    ranks = open_ranks(Environment.read(), 60.0, FailureContext())
     ranks.connect()
     ranks.join(torch.device("cpu"), "gloo")
     control, other = (open_control_channel(timedelta(seconds=20)) for _ in range(2))

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,9 @@ import torch
 
 from ddprun.config import load
 from ddprun.engine import run_folder
+from ddprun.engine.failures import FailureContext, open_ranks
 from ddprun.engine.run_folder import SUMMARY_FILE, RunFolderError
-from ddprun.parallel.ranks import Environment, Ranks
+from ddprun.parallel.ranks import Environment
 from ddprun.run_files import RUN_INFO_FILE, ResumeMode
 from tests.ranks import as_processes
 
@@ -72,7 +72,7 @@ def test_a_folder_that_another_run_has_is_refused(tmp_path: Path) -> None:
 
 def resumed_nowhere(folder: Path) -> str:
     """What is said where no host has the folder."""
-    ranks = Ranks(Environment.read(), timedelta(seconds=60))
+    ranks = open_ranks(Environment.read(), 60.0, FailureContext())
     ranks.connect()
     loaded = load(folder / "p.yaml")
     with pytest.raises(RunFolderError) as caught:
@@ -97,7 +97,7 @@ def apart(
     """
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     os.chdir(folder / disks[int(os.environ["RANK"])])
-    ranks = Ranks(Environment.read(), timedelta(seconds=60))
+    ranks = open_ranks(Environment.read(), 60.0, FailureContext())
     ranks.connect()
     ranks.join(torch.device("cpu"), "gloo")
     loaded = load(folder / "p.yaml")

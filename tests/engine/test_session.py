@@ -4,7 +4,6 @@ import copy
 import os
 from collections.abc import Callable
 from dataclasses import fields
-from datetime import timedelta
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,14 @@ import torch
 
 from ddprun.checkpoint.folder import Checkpoint
 from ddprun.config import load
+from ddprun.engine.failures import FailureContext, open_ranks
 from ddprun.engine.interrupts import SignalRequests
 from ddprun.engine.loop import sync_after_step, train_step
 from ddprun.engine.session import RunComponents, RunState, Session
 from ddprun.engine.setup import build_session
 from ddprun.engine.stage_run import StageRun, begin_stage
 from ddprun.engine.state import collect_state, restore
-from ddprun.parallel.ranks import Environment, Ranks
+from ddprun.parallel.ranks import Environment
 from ddprun.sync.audit import AuditResult
 from tests.hooks.test_stacks import assert_same
 from tests.ranks import as_processes
@@ -40,7 +40,7 @@ stages: [{train: {steps: 100}}]
 
 def open_here(folder: Path, name: str) -> Session:
     loaded = load(folder / "p.yaml")
-    ranks = Ranks(Environment.read(), timedelta(seconds=60))
+    ranks = open_ranks(Environment.read(), 60.0, FailureContext())
     ranks.connect()
     ranks.join(torch.device("cpu"), "gloo")
     run_dir = folder / name

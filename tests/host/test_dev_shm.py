@@ -2,13 +2,13 @@
 
 import subprocess
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from ddprun.config import load
 from ddprun.engine.build import build_data
+from ddprun.engine.failures import FailureContext, open_ranks
 from ddprun.engine.feeds import open_feeds
 from ddprun.engine.setup import _check_shared_memory
 from ddprun.host import dev_shm
@@ -20,7 +20,7 @@ from ddprun.host.dev_shm import (
     worker_needed_bytes,
     worker_startup_bytes,
 )
-from ddprun.parallel.ranks import Environment, Ranks
+from ddprun.parallel.ranks import Environment
 from tests.namespaces import hosts, needs_namespaces
 from tests.ranks import Finished, Running
 
@@ -116,7 +116,8 @@ def test_all_tensors_of_the_largest_batches_count(
     needed = worker_needed_bytes(1, 2, [16 * 1000 * 4, 16 * 8])
     for free, told in ((needed, 0), (needed - 1, 1)):
         monkeypatch.setattr(dev_shm, "shm_space", lambda free=free: ShmSpace(1 << 30, free))
-        _check_shared_memory(loaded, feeds, Ranks(Environment(0, 1, 0, 1), timedelta(1)), "gloo")
+        ranks = open_ranks(Environment(0, 1, 0, 1), 60.0, FailureContext())
+        _check_shared_memory(loaded, feeds, ranks, "gloo")
         assert capfd.readouterr().err.count("ddprun: warning: ") == told
 
 

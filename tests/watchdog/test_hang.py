@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from ddprun.engine import failures
-from ddprun.engine.failures import FailureContext
+from ddprun.engine.failures import FailureContext, open_ranks
 from ddprun.parallel import ranks as ranks_module
 from ddprun.parallel.ranks import Environment, Ranks
 from ddprun.watchdog.hang import PeerAddress, build_report
@@ -73,7 +72,7 @@ def two_ranks(
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
     monkeypatch.setattr(ranks_module, "open_store", lambda *_, **__: open_store())
-    both = [Ranks(Environment(rank, 2, rank, 2), timedelta(seconds=within_s)) for rank in range(2)]
+    both = [open_ranks(Environment(rank, 2, rank, 2), within_s, FailureContext()) for rank in range(2)]
     for one in both:
         one.connect()
     return both

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
@@ -34,7 +35,12 @@ from ddprun.watchdog.hang import (
     log_report_and_stacks,
     open_log,
 )
-from ddprun.watchdog.rank_watchdog import HANG_FILE, OverdueCollective, RankWatchdog
+from ddprun.watchdog.rank_watchdog import (
+    GROUP_TIMEOUT_MARGIN_S,
+    HANG_FILE,
+    OverdueCollective,
+    RankWatchdog,
+)
 from ddprun.watchdog.status_page import RankStatus, announce_hang, claim_once, read_page, read_pages
 from ddprun_hooks.errors import DisagreementError
 
@@ -207,18 +213,17 @@ def _is_lost_peer(error: BaseException) -> bool:
     return isinstance(error, _NETWORK_ERRORS) or _LOST_PEER.search(str(error)) is not None
 
 
-def make_rank_watchdog(
-    environment: Environment, timeout_s: float, failure_context: FailureContext, ranks: Callable[[], Ranks]
-) -> RankWatchdog:
-    """The watchdog of this rank, not started yet; before it is, `ranks` is not called."""
-    failure_context.watchdog = RankWatchdog(
+def open_ranks(environment: Environment, timeout_s: float, context: FailureContext) -> Ranks:
+    """This rank among the others, with its watchdog, which is not started yet."""
+    context.watchdog = RankWatchdog(
         environment.rank,
         timeout_s,
         rank_files.attempt_folder(),
-        lambda watchdog, waits: report_hang_and_exit(ranks(), failure_context, watchdog, waits),
-        lambda what: exit_if_peer_failed(ranks(), failure_context, what),
+        lambda watchdog, waits: report_hang_and_exit(ranks, context, watchdog, waits),
+        lambda what: exit_if_peer_failed(ranks, context, what),
     )
-    return failure_context.watchdog
+    ranks = Ranks(environment, timedelta(seconds=timeout_s + GROUP_TIMEOUT_MARGIN_S), context.watchdog)
+    return ranks
 
 
 def report_hang_and_exit(

@@ -6,7 +6,6 @@ import math
 import os
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from ddprun import (
 from ddprun.config import LoadedPipeline
 from ddprun.engine.compiling import as_compile_error
 from ddprun.engine.evaluate import discard_stale_best, evaluate, try_evaluations
-from ddprun.engine.failures import FailureContext, make_rank_watchdog, report_failure
+from ddprun.engine.failures import FailureContext, open_ranks, report_failure
 from ddprun.engine.interrupts import ComparisonSliceClient, SignalRequests
 from ddprun.engine.loop import run_stage
 from ddprun.engine.outcome import Status, finish_run
@@ -44,7 +43,6 @@ from ddprun.parallel.ranks import Environment, Ranks
 from ddprun.run_files import ResumeMode
 from ddprun.telemetry.records import BufferUsage
 from ddprun.telemetry.writer import log_event
-from ddprun.watchdog.rank_watchdog import GROUP_TIMEOUT_MARGIN_S
 from ddprun_hooks.errors import DisagreementError, format_ranks
 
 _EXIT_CODES = {"done": EXIT_SUCCESS, "failed": EXIT_FAILURE, "interrupted": EXIT_INTERRUPTED}
@@ -80,11 +78,8 @@ def run_worker(loaded: LoadedPipeline, run_dir: Path | None, *, resuming: Resume
     rank_files.register_pid()
     prepare_nccl(loaded.pipeline.launch.timeout_s)
     failure_context = FailureContext()
-    environment, timeout_s = Environment.read(), loaded.pipeline.launch.timeout_s
-    watchdog = make_rank_watchdog(environment, timeout_s, failure_context, lambda: ranks)
-    timeout = timedelta(seconds=timeout_s + GROUP_TIMEOUT_MARGIN_S)
-    ranks = Ranks(environment, timeout, watchdog, watchdog.status_page.path)
-    watchdog.start()
+    ranks = open_ranks(Environment.read(), loaded.pipeline.launch.timeout_s, failure_context)
+    ranks.watchdog.start()
     try:
         met = signals.await_unless_stopped(partial(_meet, loaded, ranks))
         if met is None:
@@ -102,9 +97,9 @@ def run_worker(loaded: LoadedPipeline, run_dir: Path | None, *, resuming: Resume
     failure_context.reporter, failure_context.step = None, int
     gc.collect()
     ranks.leave()
-    watchdog.close()
+    ranks.watchdog.close()
     if LAUNCHED_VARIABLE not in os.environ:
-        watchdog.status_page.remove()
+        ranks.watchdog.status_page.remove()
     return rank_files.report_outcome_and_exit_code(code)
 
 

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 
 from ddprun.sync.exchanger import ParameterExchanger
 from ddprun.telemetry.recorder import StepRecorder
-from ddprun.watchdog.rank_watchdog import EngineListener
+from ddprun.watchdog.rank_watchdog import RankWatchdog
 from ddprun_hooks.dispatcher import call_after_backward
 from ddprun_hooks.exchange import BROADCAST_BUCKET_BYTES
 from ddprun_hooks.standalone import Handle
@@ -94,7 +94,7 @@ class StepMarks:
         self,
         handle: Handle,
         recorder: StepRecorder,
-        watchdog: EngineListener,
+        watchdog: RankWatchdog,
         device: torch.device,
         optimized: Iterable[Tensor],
         scaler: torch.amp.GradScaler | None,

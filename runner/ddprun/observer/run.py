@@ -25,7 +25,7 @@ from ddprun.config import load_trackers
 from ddprun.engine.failures import (
     FailureContext,
     append_to_rank_log,
-    make_rank_watchdog,
+    open_ranks,
     wait_for_first_failure,
     write_failure_summary,
 )
@@ -43,7 +43,6 @@ from ddprun.telemetry.stragglers import StragglerDetector
 from ddprun.telemetry.writer import RecordFiles, log_event, versions, write_summary
 from ddprun.track import RunInfo
 from ddprun.units import format_count
-from ddprun.watchdog.rank_watchdog import GROUP_TIMEOUT_MARGIN_S
 from ddprun_hooks.comm.control import open_control_channel
 from ddprun_hooks.errors import format_ranks
 from ddprun_hooks.registry import AnyHook, make_stack
@@ -165,10 +164,9 @@ class ObservedRun:
             options: Any = dist.distributed_c10d._get_default_group()._get_backend(self._device).options
             timeout_s = options._timeout.total_seconds()
         self._context = context = FailureContext()
-        timeout = timedelta(seconds=timeout_s + GROUP_TIMEOUT_MARGIN_S)
         environment = replace(Environment.read(), rank=dist.get_rank(), world_size=dist.get_world_size())
-        self._watchdog = watchdog = make_rank_watchdog(environment, timeout_s, context, lambda: ranks)
-        self._ranks = ranks = Ranks(environment, timeout, watchdog, watchdog.status_page.path)
+        self._ranks = ranks = open_ranks(environment, timeout_s, context)
+        watchdog = ranks.watchdog
         watchdog.start()
         with ExitStack() as undo:
             undo.callback(watchdog.close)
@@ -178,14 +176,14 @@ class ObservedRun:
             self.folder = context.run_dir = shown.absolute()
             if self._device.type == "cuda":
                 watchdog.set_device(self._device)
-            control = open_control_channel(timeout, watchdog)
+            control = open_control_channel(ranks.timeout, watchdog)
             self.hooks = attach(
                 model,
                 stack,
                 control,
                 # Without hooks nothing looks at a gradient, which stays as the script has scaled it.
                 scaler=scaler if stack.names else None,
-                timeout=timeout,
+                timeout=ranks.timeout,
                 observer=watchdog,
                 sends_buffers=sends_buffers(model),
             )
@@ -342,7 +340,7 @@ class ObservedRun:
             self._finish_alone(interrupted=True)
             return
         append_to_rank_log(self.folder, rank, "".join(traceback.format_exception(error)).rstrip())
-        wait_for_first_failure(error, self._ranks, self._watchdog)
+        wait_for_first_failure(error, self._ranks, self._ranks.watchdog)
         with suppress(RuntimeError):
             if store.check([_INTERRUPTED]):  # a broken exchange shows only that others have ended
                 self._finish_alone(interrupted=True)
@@ -422,6 +420,6 @@ class ObservedRun:
     def _leave(self) -> None:
         self._reporter.trackers.close_as_failed()
         self._records.close()
-        self._watchdog.close()
+        self._ranks.watchdog.close()
         if LAUNCHED_VARIABLE not in os.environ:
-            self._watchdog.status_page.remove()
+            self._ranks.watchdog.status_page.remove()

@@ -20,7 +20,7 @@ from ddprun.host.rank_files import attempt_folder
 from ddprun.host.tcp_store import open_store
 from ddprun.watchdog.hang import PeerAddress
 from ddprun.watchdog.launcher_watchdog import STATUS_SERVER_VARIABLE
-from ddprun.watchdog.rank_watchdog import NO_OP_LISTENER, EngineListener
+from ddprun.watchdog.rank_watchdog import RankWatchdog
 from ddprun.watchdog.status_page import claim_once
 from ddprun_hooks.comm.groups import RankPlacement
 from ddprun_hooks.comm.observer import observed_wait
@@ -62,8 +62,7 @@ class Ranks:
 
     environment: Environment
     timeout: timedelta  # of a collective, and of joining
-    watchdog: EngineListener = NO_OP_LISTENER  # knows what this rank waits for
-    status_page: str = ""  # path of this rank's status page, on this host
+    watchdog: RankWatchdog  # knows what this rank waits for
     host: str = field(default_factory=lambda: socket.gethostname())
     hosts: tuple[str, ...] = ()  # host name of each rank, once joined
     local_sizes: tuple[int, ...] = ()  # by rank, how many ranks its launcher started on its host, once joined
@@ -164,7 +163,8 @@ class Ranks:
 
     def _publish_address(self) -> None:
         local_size, server = self.environment.local_world_size, os.environ.get(STATUS_SERVER_VARIABLE, "")
-        self.store.set(f"host/{self.rank}", json.dumps([self.host, local_size, self.status_page, server]))
+        page = self.watchdog.status_page.path
+        self.store.set(f"host/{self.rank}", json.dumps([self.host, local_size, page, server]))
 
     def _learn_hosts(self) -> None:
         everyone = self._collect("host", "learning which host each rank is on")

@@ -43,21 +43,6 @@ _DDPRUN = (
 )
 
 
-class EngineListener(CollectiveObserver):
-    """What the engine reports of itself. This one does nothing, for a session that nobody watches."""
-
-    def set_device(self, device: torch.device) -> None:
-        """Note the GPU of this rank."""
-
-    def set_phase(self, phase: bytes, step: int | None = None, stage: str | None = None) -> None:
-        """What the training thread turns to, in at most 32 bytes; with what begins by it: a `step` of the run
-        (0: none), a `stage`, as messages name it.
-        """
-
-
-NO_OP_LISTENER = EngineListener()
-
-
 @dataclass(slots=True, eq=False)
 class WatchedCollective(CollectiveHandle):
     """One collective of this rank."""
@@ -144,7 +129,7 @@ class OverdueCollective:
 
 
 @dataclass(slots=True)
-class RankWatchdog(EngineListener):
+class RankWatchdog(CollectiveObserver):
     """This rank's watchdog.
 
     A thread of its own checks some times a second. Training threads wait for collectives without Python's
@@ -192,9 +177,13 @@ class RankWatchdog(EngineListener):
         return sequence
 
     def set_device(self, device: torch.device) -> None:
+        """Note the GPU of this rank."""
         self._device = device
 
     def set_phase(self, phase: bytes, step: int | None = None, stage: str | None = None) -> None:
+        """What the training thread turns to, in at most 32 bytes; with what begins by it: a `step` of the run
+        (0: none), a `stage`, as messages name it.
+        """
         self.status_page.set_phase(phase, step, stage)
 
     def report_hang(self) -> None:
