@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddprun.watchdog.rank_watchdog import OverdueCollective, RankWatchdog
+from ddprun.watchdog.rank_watchdog import RankWatchdog, WatchedCollective
 from ddprun_hooks.comm.observer import CollectiveSequence
 
 STEPS = {"[64]": 3000, "[512, 512]": 600}
@@ -123,7 +123,7 @@ def main() -> None:
             print(f"{hidden:12} {base:9.1f}/s {ratios}")
 
 
-def _no_alarm(_: RankWatchdog, waits: Sequence[OverdueCollective]) -> None:
+def _no_alarm(_: RankWatchdog, waits: Sequence[WatchedCollective]) -> None:
     assert threading.current_thread().name == "ddprun-watchdog", waits
 
 

@@ -18,7 +18,7 @@ from ddprun.checkpoint import folder as checkpoints
 from ddprun.checkpoint.codec import DamagedError, read_tensors, write_tensors
 from ddprun.cli import main
 from ddprun.config import load
-from ddprun.engine.failures import append_to_rank_log, rank_log_path
+from ddprun.engine.failures import append_to_rank_log
 from ddprun.run_files import (
     WrongFileTypeError,
     check_folder_if_exists,
@@ -27,6 +27,7 @@ from ddprun.run_files import (
     parse_json,
     replace_atomically,
 )
+from ddprun.telemetry.reader import log_file
 from ddprun.telemetry.records import Summary
 from ddprun.telemetry.writer import Writer, write_summary
 from tests.engine.running import run_pipeline, summary, to_its_end
@@ -174,9 +175,7 @@ def test_logs_and_records_are_not_written_through_links(run: Path, tmp_path: Pat
     victim = tmp_path / "victim"
     victim.write_text(KEPT)
     (run / "logs").mkdir()
-    log = rank_log_path(run, 0)
-    assert log is not None
-    log.symlink_to(victim)
+    (run / log_file(0)).symlink_to(victim)
     append_to_rank_log(run, 0, "a failure")
     shutil.rmtree(run / "steps")
     (tmp_path / "elsewhere").mkdir()

@@ -18,7 +18,7 @@ from ddprun.engine.failures import FailureContext, open_ranks
 from ddprun.parallel import ranks as ranks_module
 from ddprun.parallel.ranks import Environment, Ranks
 from ddprun.watchdog.hang import PeerAddress, build_report
-from ddprun.watchdog.rank_watchdog import OverdueCollective, RankWatchdog, WatchedSequence
+from ddprun.watchdog.rank_watchdog import RankWatchdog, WatchedCollective, WatchedSequence
 from ddprun.watchdog.status_page import RankStatus
 from ddprun_hooks.payload import ParamSlice, Payload
 from tests.ranks import free_port
@@ -28,7 +28,7 @@ AROUND = (0, 3, "here")  # rank, size, host
 BUCKET = Payload(torch.zeros(4), (ParamSlice("only.weight", (4,), 0, 4),), "delta", 2)
 
 
-def page(rank: int, issued: tuple[int, ...], *overdue: OverdueCollective) -> RankStatus:
+def page(rank: int, issued: tuple[int, ...], *overdue: WatchedCollective) -> RankStatus:
     return RankStatus(
         rank=rank,
         pid=100 + rank,
@@ -52,8 +52,8 @@ def test_the_oldest_collective_is_shown_first() -> None:
         WatchedSequence(watchdog, 0, "control", (0, 1, 2)),
         WatchedSequence(watchdog, 1, "deltas", (0, 1, 2)),
     )
-    word = OverdueCollective(control.record_issued("all_gather", what="the control message"), 8.0)
-    delta = OverdueCollective(deltas.record_issued("all_reduce", BUCKET), 7.9)
+    word = control.record_issued("all_gather", what="the control message")
+    delta = deltas.record_issued("all_reduce", BUCKET)
     seen = {0: page(0, (1, 1), word, delta), 1: page(1, (0, 0)), 2: page(2, (1, 1), word)}
     report = build_report(*AROUND, 8.0, [word, delta], seen, {})
     assert "rank 1 did not arrive within 8 s" in report.message
@@ -102,7 +102,7 @@ def test_a_rank_whose_collective_breaks_after_a_hang_reports_the_hang(
     """The ranks that found it have ended before this one's watchdog knew."""
     store = torch.distributed.HashStore()
     both = two_ranks(monkeypatch, lambda: store)
-    found: list[list[OverdueCollective]] = []
+    found: list[list[WatchedCollective]] = []
     watchdog = RankWatchdog(0, 600.0, None, lambda _, waits: found.append(waits))
     pending = watchdog.new_sequence("gradients", (0, 1)).record_issued("all_reduce", BUCKET)
     watchdog.start()
@@ -114,7 +114,7 @@ def test_a_rank_whose_collective_breaks_after_a_hang_reports_the_hang(
         exec("raise RuntimeError('Connection closed by peer')", {"__name__": "torch.distributed.any"})
     failures.wait_for_first_failure(error.value, both[0], watchdog)
     watchdog.close()
-    assert [[one.pending for one in waits] for waits in found] == [[pending]] * reports
+    assert found == [[pending]] * reports
 
 
 def serve(port: int, ready: Connection) -> None:
@@ -145,7 +145,7 @@ def test_a_rank_whose_host_has_no_status_server_is_said_to_be_out_of_reach() -> 
     """Its launcher may be ddprun's all the same, and its server not have opened."""
     watchdog = RankWatchdog(0, 8.0, None, lambda *_: None)
     control = WatchedSequence(watchdog, 0, "control", (0, 1, 2))
-    word = OverdueCollective(control.record_issued("all_gather", what="the control message"), 8.0)
+    word = control.record_issued("all_gather", what="the control message")
     seen = {0: page(0, (1,), word), 2: page(2, (1,), word)}
     report = build_report(*AROUND, 8.0, [word], seen, {1: PeerAddress("there", "/page", "")})
     assert "cannot be asked: no status server of ddprun's launcher runs there" in report.message
@@ -155,7 +155,7 @@ def test_a_collective_that_all_have_entered_names_a_next_step() -> None:
     """No rank is at fault, so nothing else says what to do."""
     watchdog = RankWatchdog(0, 8.0, None, lambda *_: None)
     control = WatchedSequence(watchdog, 0, "control", (0, 1))
-    word = OverdueCollective(control.record_issued("all_gather", what="the control message"), 8.0)
+    word = control.record_issued("all_gather", what="the control message")
     seen = {0: page(0, (1,), word), 1: page(1, (1,), word)}
     peers = {0: PeerAddress("here", "/page", ""), 1: PeerAddress("there", "/page", "")}
     message = build_report(*AROUND, 8.0, [word], seen, peers).message

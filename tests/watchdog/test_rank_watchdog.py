@@ -18,7 +18,7 @@ import torch
 
 from ddprun.host.network import interface_by_address
 from ddprun.watchdog.hang import dump_flight_recorders
-from ddprun.watchdog.rank_watchdog import HANG_FILE, OverdueCollective, RankWatchdog
+from ddprun.watchdog.rank_watchdog import HANG_FILE, RankWatchdog, WatchedCollective
 from ddprun.watchdog.status_page import (
     STATUSES_ADAPTER,
     HangStatusServer,
@@ -34,12 +34,12 @@ from ddprun_hooks.payload import ParamSlice, Payload
 
 def watchdog(
     folder: Path | None, timeout_s: float = 0.4
-) -> tuple[RankWatchdog, list[list[OverdueCollective]], threading.Event]:
+) -> tuple[RankWatchdog, list[list[WatchedCollective]], threading.Event]:
     """A watchdog of rank 0, what its handler was called with, and whether it was."""
-    calls: list[list[OverdueCollective]] = []
+    calls: list[list[WatchedCollective]] = []
     rung = threading.Event()
 
-    def handler(_: RankWatchdog, waits: list[OverdueCollective]) -> None:
+    def handler(_: RankWatchdog, waits: list[WatchedCollective]) -> None:
         calls.append(waits)
         rung.set()
 
@@ -160,9 +160,9 @@ def test_a_collective_that_takes_too_long_calls_the_handler_with_its_bucket(tmp_
     line.record_issued("all_reduce", payload).done_when(lambda: False)
     assert rung.wait(5)
     ((one, *others),) = calls
-    assert (one.pending.bucket, one.pending.params[0].name, one.pending.number) == (7, "w", 3)
-    assert one.pending.description == "gradient bucket 7"
-    assert 0.4 < one.age_s < 6
+    assert (one.bucket, one.params[0].name, one.number) == (7, "w", 3)
+    assert one.description == "gradient bucket 7"
+    assert 0.4 < one.age_s(it.clock_us()) < 6
     assert not others
 
 
@@ -179,9 +179,9 @@ def test_a_collective_that_failed_is_still_what_this_rank_waits_for(tmp_path: Pa
     with pytest.raises(ConnectionError), observed_wait(line, "broadcast", "three"):
         raise ConnectionError
     two.mark_failed()
-    first = {one.pending.what: one.age_s for one in it.find_overdue(0)}
+    first = {one.what: one.age_s(it.clock_us()) for one in it.find_overdue(0)}
     time.sleep(0.05)
-    assert {one.pending.what: one.age_s for one in it.find_overdue(0)} == first
+    assert {one.what: one.age_s(it.clock_us()) for one in it.find_overdue(0)} == first
     assert first.keys() == {"two", "three"}
 
 
@@ -284,7 +284,7 @@ def test_a_device_is_asked_about_the_oldest_collective_alone_and_not_at_once(tmp
     it.suspended_us -= 2_000_000  # two seconds later
     it.set_device(torch.device("cuda", 3))
     with mock.patch.object(torch.cuda, "set_device") as set_device:
-        assert [one.pending.what for one in it.find_overdue(0.2)] == ["two"]
+        assert [one.what for one in it.find_overdue(0.2)] == ["two"]
         assert asked == ["one", "two"]
         assert {call.args for call in set_device.call_args_list} == {(torch.device("cuda", 3),)}
         over["two"] = over["three"] = True

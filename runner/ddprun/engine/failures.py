@@ -38,8 +38,8 @@ from ddprun.watchdog.hang import (
 from ddprun.watchdog.rank_watchdog import (
     GROUP_TIMEOUT_MARGIN_S,
     HANG_FILE,
-    OverdueCollective,
     RankWatchdog,
+    WatchedCollective,
 )
 from ddprun.watchdog.status_page import RankStatus, announce_hang, claim_once, read_page, read_pages
 from ddprun_hooks.errors import DisagreementError
@@ -172,16 +172,10 @@ def write_failure_summary(context: FailureContext, failure: dict[str, object]) -
     return True
 
 
-def rank_log_path(run_dir: Path | None, rank: int) -> Path | None:
-    """A rank's log, made only when something is written to it; None where no run folder is known."""
-    return None if run_dir is None else run_dir / "logs" / f"rank-{rank:05}.log"
-
-
 def append_to_rank_log(run_dir: Path | None, rank: int, text: str) -> None:
     """Append to a rank's log, if there can be one."""
-    log = rank_log_path(run_dir, rank)
-    if log is not None:
-        with suppress(OSError), open_log(log) as file:
+    if run_dir is not None:
+        with suppress(OSError), open_log(run_dir, rank) as file:
             file.write(f"{text}\n".encode(errors="backslashreplace"))
 
 
@@ -227,7 +221,7 @@ def open_ranks(environment: Environment, timeout_s: float, context: FailureConte
 
 
 def report_hang_and_exit(
-    ranks: Ranks, context: FailureContext, watchdog: RankWatchdog, waits: list[OverdueCollective]
+    ranks: Ranks, context: FailureContext, watchdog: RankWatchdog, waits: list[WatchedCollective]
 ) -> None:
     """Report what this rank waits for, oldest first, and end the process with exit code 1.
 
@@ -250,7 +244,7 @@ def report_hang_and_exit(
 
 
 def _report_hang(
-    ranks: Ranks, context: FailureContext, watchdog: RankWatchdog, waits: list[OverdueCollective]
+    ranks: Ranks, context: FailureContext, watchdog: RankWatchdog, waits: list[WatchedCollective]
 ) -> None:
     watchdog.write_status(waits)
     first_here = claim_once(watchdog.folder, HANG_FILE)  # and so the others know
@@ -263,9 +257,9 @@ def _report_hang(
         activity = "" if own_status is None else f": it {describe_activity(own_status)}"
         text = f"ddprun: other ranks have waited too long, but rank {ranks.rank} is not waiting{activity}"
         report = HangReport(text, "", text)
-    if (log := rank_log_path(context.run_dir, ranks.rank)) is not None:
-        log_report_and_stacks(log, report)
-        dump_flight_recorders(log.parent, ranks.rank)
+    if context.run_dir is not None:
+        log_report_and_stacks(context.run_dir, ranks.rank, report)
+        dump_flight_recorders(context.run_dir / "logs", ranks.rank)
     if first_here and waits and ranks.claim_first_failure(EXIT_FAILURE, is_hang=True).rank == ranks.rank:
         _publish_hang_report(report, ranks.rank, context)
     watchdog.status_page.set_reported()

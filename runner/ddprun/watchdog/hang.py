@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
 from ddprun.run_files import open_file, replace_atomically
+from ddprun.telemetry.reader import log_file
 from ddprun.units import abbreviated_list
-from ddprun.watchdog.rank_watchdog import OverdueCollective, WatchedCollective
+from ddprun.watchdog.rank_watchdog import WatchedCollective
 from ddprun.watchdog.status_page import RankStatus
 from ddprun_hooks.errors import format_ranks
 
@@ -88,7 +89,7 @@ def build_report(
     size: int,
     host: str,
     timeout_s: float,
-    waits: Sequence[OverdueCollective],
+    waits: Sequence[WatchedCollective],
     statuses: Mapping[int, RankStatus],
     peers: Mapping[int, PeerAddress],
 ) -> HangReport:
@@ -96,7 +97,7 @@ def build_report(
     first; `statuses` has its own, too.
     """
     diagnosis = diagnose(rank, statuses)
-    pending, own_status = waits[0].pending, statuses[rank]
+    pending, own_status = waits[0], statuses[rank]
     waiting = [one for one, status in statuses.items() if status.waits and one not in diagnosis.ranks]
     describe = partial(_describe_rank, host=host, statuses=statuses, peers=peers)
     step = f"step {own_status.step}" if own_status.step else ""
@@ -104,7 +105,7 @@ def build_report(
     head = headline(diagnosis, timeout_s)
     names = [param.name for param in pending.params]
     also_waits = [
-        f"{_describe_collective(one.pending)}, {' '.join(_contents_row(one.pending))}"
+        f"{_describe_collective(one)}, {' '.join(_contents_row(one))}"
         for one in waits[1 : 1 + _MAX_OTHER_WAITS_SHOWN]
     ]
     several_hosts = any(peer.host != host for peer in peers.values())
@@ -197,15 +198,15 @@ def describe_activity(status: RankStatus) -> str:
     return text + (f", at {status.at}" if status.at else "")
 
 
-def open_log(log: Path) -> IO[bytes]:
-    """Open a rank's log, `logs/rank-….log` in the run's folder, to append to it; raises OSError."""
-    return open_file(log.parent.parent, Path(log.parent.name) / log.name, "ab", make_folders=True)
+def open_log(run_dir: Path, rank: int) -> IO[bytes]:
+    """Open a rank's log in the run's folder to append to it; raises OSError."""
+    return open_file(run_dir, log_file(rank), "ab", make_folders=True)
 
 
-def log_report_and_stacks(log: Path, report: HangReport) -> None:
+def log_report_and_stacks(run_dir: Path, rank: int, report: HangReport) -> None:
     """Append to a rank's log what it has found, and where its threads are."""
     try:
-        with open_log(log) as file:
+        with open_log(run_dir, rank) as file:
             now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
             text = f"{now}\n{report.message}\n{report.details}\nthreads of this rank:\n"
             file.write(text.encode(errors="backslashreplace"))

@@ -74,10 +74,28 @@ class WatchedCollective(CollectiveHandle):
         """Whether the rank waits in it for others to which there is no connection yet."""
         return self.op in SET_UP_OPS and self.failed_us is None
 
+    def age_s(self, now_us: int) -> float:
+        """For how long it has been under way by now, or was when it failed."""
+        until = now_us if self.failed_us is None else self.failed_us
+        return (until - self.since_us) / 1e6
+
     @property
     def description(self) -> str:
         """What it carries."""
         return self.what if self.kind is None else f"{self.kind} bucket {self.bucket}"
+
+    @property
+    def status_entry(self) -> UnfinishedCollective:
+        """For the status page."""
+        return UnfinishedCollective(
+            index=self.sequence.index,
+            name=self.sequence.name,
+            number=self.number,
+            ranks=self.sequence.ranks,
+            peers=None if self.peers is None else tuple(self.peers),
+            op=self.op,
+            what=self.description,
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -107,28 +125,6 @@ class WatchedSequence(CollectiveSequence):
 
 
 @dataclass(slots=True)
-class OverdueCollective:
-    """A collective that is not over, and for how long it has not been."""
-
-    pending: WatchedCollective
-    age_s: float
-
-    @property
-    def status_entry(self) -> UnfinishedCollective:
-        """For the status page."""
-        pending, sequence = self.pending, self.pending.sequence
-        return UnfinishedCollective(
-            index=sequence.index,
-            name=sequence.name,
-            number=pending.number,
-            ranks=sequence.ranks,
-            peers=None if pending.peers is None else tuple(pending.peers),
-            op=pending.op,
-            what=pending.description,
-        )
-
-
-@dataclass(slots=True)
 class RankWatchdog(CollectiveObserver):
     """This rank's watchdog.
 
@@ -148,7 +144,7 @@ class RankWatchdog(CollectiveObserver):
     rank: int
     timeout_s: float
     folder: Path | None
-    handler: "Callable[[RankWatchdog, list[OverdueCollective]], None]"
+    handler: "Callable[[RankWatchdog, list[WatchedCollective]], None]"
     end_after_failure: Callable[[str], None] = lambda _: None
     hang_found: bool = False
     peer_found_hang: bool = False
@@ -202,28 +198,26 @@ class RankWatchdog(CollectiveObserver):
         """A clock that stands still while the process is stopped."""
         return now_us() - self.suspended_us
 
-    def find_overdue(self, after_s: float) -> list[OverdueCollective]:
+    def find_overdue(self, after_s: float) -> list[WatchedCollective]:
         """Collectives under way for longer than that, oldest first. Of a sequence on a GPU only the oldest
         unfinished one is listed: the others wait for it.
         """
-        now, found = self.clock_us(), []
+        now, found = self.clock_us(), list[WatchedCollective]()
         ask_after_s = max(after_s, min(_DEVICE_POLL_AGE_S, self.timeout_s / 4))
         for sequence in self._sequences:
             for pending in list(sequence.outstanding.values()):
-                until = now if pending.failed_us is None else pending.failed_us
-                age_s = (until - pending.since_us) / 1e6
-                if age_s < (after_s if pending.has_ended is None else ask_after_s):
+                has_ended = pending.has_ended
+                if pending.age_s(now) < (after_s if has_ended is None else ask_after_s):
                     continue
-                if pending.has_ended is None:
-                    found.append(OverdueCollective(pending, age_s))
-                elif self._has_ended_on_device(pending.has_ended):
+                if has_ended is not None and self._has_ended_on_device(has_ended):
                     pending.mark_done()
-                else:
-                    found.append(OverdueCollective(pending, age_s))
+                    continue
+                found.append(pending)
+                if has_ended is not None:
                     break
-        return sorted(found, key=lambda one: -one.age_s)
+        return sorted(found, key=lambda one: -one.age_s(now))
 
-    def write_status(self, waits: Sequence[OverdueCollective]) -> None:
+    def write_status(self, waits: Sequence[WatchedCollective]) -> None:
         """Write on the status page what this rank waits for, and where its training thread is."""
         self.status_page.write_heartbeat(
             [one.status_entry for one in waits[:_WAITS_NOTED]], user_code_location(self._training_thread)
@@ -238,14 +232,15 @@ class RankWatchdog(CollectiveObserver):
                 self.suspended_us += round((now - before - tick) * 1e6)
             before = now
             waits = self.find_overdue(tick)
+            oldest = waits[0] if waits else None
+            too_long = oldest is not None and oldest.age_s(self.clock_us()) > self.timeout_s
             self.write_status(waits)
-            oldest = waits[0].pending if waits else None
             if oldest is not None and oldest.is_connecting and now - asked > _ASK_EVERY_S:
                 self.end_after_failure(oldest.description)
                 asked = before = time.monotonic()
             # The file is taken for missing if nobody can say.
             on_this_host = self.folder is not None and os.path.exists(self.folder / HANG_FILE)
-            if (waits and waits[0].age_s > self.timeout_s) or on_this_host or self.peer_found_hang:
+            if too_long or on_this_host or self.peer_found_hang:
                 self.hang_found = True
                 self.handler(self, waits)
                 return
