@@ -26,10 +26,10 @@ from ddprun.telemetry.control_message import (
     Accumulator,
     HookOverflow,
     OwnMessages,
-    ReadyColumns,
     empty_messages,
     find_overflow,
     means_over_ranks,
+    message_length,
 )
 from ddprun.telemetry.recorder import AgreedSteps, combine_messages
 from ddprun.telemetry.records import OWN_PARTS
@@ -80,7 +80,7 @@ def messages_of(steps: Sequence[MadeStep], lengths: Sequence[int], buckets: int 
     numbers, losses = list[FloatArray](), list[FloatArray]()
     for length in lengths:
         resolved = resolve_steps(steps_of(steps[first : first + length]), Clock(), every=1)
-        own = accumulator.make_messages(resolved, columns=ReadyColumns([range(buckets)]), offset_us=OFFSET_US)
+        own = accumulator.make_messages(resolved, turns=[range(buckets)], offset_us=OFFSET_US)
         messages += [
             Message(step, first + row, own.findings.get(place, ()))
             for place, (step, row) in enumerate(zip(own.steps, own.rows, strict=True))
@@ -151,7 +151,7 @@ def test_a_message_is_about_all_steps_since_the_one_before() -> None:
     assert numbers[SYNC_READY_AT] == 2005 - OFFSET_US
     assert numbers[READY_AT:].tolist() == [1995 - OFFSET_US, 0, 1999 - OFFSET_US]
     assert (left.last_step, left.first_finding, left.traces_with_findings) == (3, 0, [])
-    own = empty_messages(ReadyColumns([range(3)]), 2)
+    own = empty_messages([range(3)], 2)
     own.add_remainder(left, 3)
     (rest,), about = own.numbers, own.steps
     assert about == [3]
@@ -178,7 +178,7 @@ def test_findings_that_are_empty_are_kept_too() -> None:
     assert left.traces_with_findings == []
     left.note_findings(steps[0].traces)
     own = left.make_messages(
-        resolve_steps(steps_of([step_of(4, 1)]), Clock(), every=1), columns=ReadyColumns([]), offset_us=0.0
+        resolve_steps(steps_of([step_of(4, 1)]), Clock(), every=1), turns=[], offset_us=0.0
     )
     assert own.findings == {0: steps[0].traces}
     assert left.traces_with_findings == []
@@ -202,7 +202,7 @@ def test_what_hooks_have_found_is_read_at_once() -> None:
     made = steps_of(steps)
     with Reads() as reads:
         resolved = resolve_steps(made, Clock(), every=1)
-        own = Accumulator().make_messages(resolved, columns=ReadyColumns([]), offset_us=0.0)
+        own = Accumulator().make_messages(resolved, turns=[], offset_us=0.0)
         findings = own.numbers[:, FINDING_AT].astype(int).tolist()
         overflown = [place for place, code in enumerate(findings) if code]
         found = [find_overflow([0, findings[place]], own.findings.get(place, ())) for place in overflown]
@@ -240,7 +240,7 @@ def test_adding_up_goes_on_from_a_checkpoint() -> None:
     assert now.values.tolist() == pytest.approx([0.5, math.nan, 0.25, 2.0, 0.0, 2.0], nan_ok=True)
     before = Accumulator.from_state_dict(plain, [])
     own = before.make_messages(
-        resolve_steps(steps_of([step_of(10, 3)]), Clock(), every=1), columns=ReadyColumns([]), offset_us=0.0
+        resolve_steps(steps_of([step_of(10, 3)]), Clock(), every=1), turns=[], offset_us=0.0
     )
     (numbers,) = own.numbers
     assert own.steps == [10]
@@ -291,7 +291,7 @@ def test_what_a_step_lacks_is_known_from_the_steps_before() -> None:
 
 def message(loss_sum: float = 1.0, samples: int = 1, requests: int = 0) -> tuple[FloatArray, float, int]:
     """One rank's numbers, without buckets, and its loss."""
-    numbers = np.zeros(ReadyColumns([]).message_length)
+    numbers = np.zeros(message_length([]))
     numbers[[SAMPLES_AT, STEPS_AT, REQUESTS_AT]] = samples, 1, requests
     return numbers, loss_sum, samples
 
@@ -317,15 +317,5 @@ def test_all_ranks_know_what_each_has_posted() -> None:
 def test_the_parts_of_a_message_do_not_overlap() -> None:
     """Sums, requests, the first finding and ready times, one behind another."""
     places = [SAMPLES_AT, STEPS_AT, US_AT, *range(OWN_AT, OWN_AT + len(OWN_PARTS))]
-    assert [*places, REQUESTS_AT, FINDING_AT, SYNC_READY_AT, READY_AT] == list(
-        range(ReadyColumns([[0]]).message_length)
-    )
-
-
-def test_each_turn_has_its_last_bucket_in_a_message() -> None:
-    """And each bucket its own column; others have none."""
-    columns = ReadyColumns([range(10, 110), range(110, 113)])
-    assert [columns.buckets[end] for end in columns.ends] == [109, 112]
-    found = columns.column_of(np.array([*range(10, 113), 0, 9, 500]))
-    assert found[-3:].tolist() == [-1, -1, -1]
-    assert [columns.buckets[column] for column in found[:-3].tolist()] == [*range(10, 113)]
+    places += [REQUESTS_AT, FINDING_AT, SYNC_READY_AT, READY_AT]
+    assert places == list(range(message_length([range(1)])))

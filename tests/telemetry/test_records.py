@@ -13,9 +13,9 @@ from ddprun.telemetry.control_message import (
     READY_AT,
     SYNC_READY_AT,
     OwnMessages,
-    ReadyColumns,
     all_ready_us,
     means_over_ranks,
+    message_length,
 )
 from ddprun.telemetry.records import PARTS, BucketRecord, StepRecord
 from ddprun.telemetry.steps import NonBackwardExchanges, resolve_steps, step_records
@@ -70,7 +70,7 @@ def records_of(
         every: as of `step_records`.
         us: instead of the parts that come of the steps.
     """
-    messages = np.zeros((len(ready_times), 2, ReadyColumns([range(buckets)]).message_length))
+    messages = np.zeros((len(ready_times), 2, message_length([range(buckets)])))
     sums = np.ones((len(ready_times), 2, 2))
     for message, (step, (sync_ready, ready)) in enumerate(ready_times.items()):
         sums[message, :, 0] = step
@@ -89,7 +89,6 @@ def records_of(
         resolved,
         own,
         messages if ready_times else None,
-        columns=ReadyColumns([range(buckets)]),
         offset_us=OFFSET_US,
     )
     found = step_records(resolved, means, all_ready, rank=1, every=every)

@@ -15,7 +15,7 @@ from ddprun.telemetry.control_message import (
     READY_AT,
     STEPS_AT,
     SYNC_READY_AT,
-    ReadyColumns,
+    message_length,
 )
 from ddprun.telemetry.progress import summary_rows
 from ddprun.telemetry.records import OWN_PARTS, Cause, Straggler, Summary
@@ -73,14 +73,14 @@ def message(
     return Message(own=parts, ready=ready)
 
 
-def columns_of(buckets: int) -> ReadyColumns:
+def turns_of(buckets: int) -> list[range]:
     """Of a stage with so many buckets and one backward pass."""
-    return ReadyColumns([range(buckets)])
+    return [range(buckets)] if buckets else []
 
 
 def begin(it: StragglerDetector, params: Sequence[tuple[str, ...]]) -> None:
     """A stage with these buckets."""
-    it.begin_stage(dict(enumerate(params)), columns_of(len(params)))
+    it.begin_stage(dict(enumerate(params)), turns_of(len(params)))
 
 
 def found_in(
@@ -117,7 +117,7 @@ def test_a_rank_that_is_late_for_a_broadcast_is_late_once() -> None:
 
 def gathered(of_ranks: Sequence[Message], buckets: int) -> NDArray[np.float64]:
     """The messages of all ranks about one step: shape (1, ranks, numbers of a message)."""
-    numbers = np.zeros((1, len(of_ranks), columns_of(buckets).message_length))
+    numbers = np.zeros((1, len(of_ranks), message_length(turns_of(buckets))))
     numbers[..., STEPS_AT] = 1.0
     for rank, one in enumerate(of_ranks):
         numbers[0, rank, OWN_COLUMNS] = [one.own[part] for part in OWN_PARTS]
@@ -354,11 +354,11 @@ def test_a_rank_that_is_late_in_a_turn_is_found(late: str, every: int, bucket: i
     """Buckets 5 and 6 are of the first turn, 7 and 8 of the second, which runs in every n-th step; after each
     turn all ranks go on together. How late a rank is counts for the mean step.
     """
-    columns = ReadyColumns([[5, 6], [7, 8]])
+    turns = [range(5, 7), range(7, 9)]
     it = StragglerDetector(window=20, min_share=0.04)
-    it.begin_stage({number: (f"of {number}",) for number in range(5, 9)}, columns)
+    it.begin_stage({number: (f"of {number}",) for number in range(5, 9)}, turns)
     for step in range(1, 121):
-        numbers = np.zeros((1, 3, columns.message_length))
+        numbers = np.zeros((1, 3, message_length(turns)))
         numbers[..., STEPS_AT] = 1.0
         for rank in range(3):
             by = 20_000.0 if rank == 1 else 100.0 * rank
@@ -371,7 +371,7 @@ def test_a_rank_that_is_late_in_a_turn_is_found(late: str, every: int, bucket: i
             more = by if late == "first" or step % every == 0 else 0.0
             parts = dict.fromkeys(OWN_PARTS, 1000.0) | {"backward_us": 5000.0 + more}
             numbers[0, rank, OWN_COLUMNS] = [parts[part] for part in OWN_PARTS]
-            numbers[0, rank, READY_AT:] = np.where(ready, ready + 100_000.0 * step, 0.0)
+            numbers[0, rank, READY_AT + 5 :] = np.where(ready, ready + 100_000.0 * step, 0.0)
         it.add([step], numbers)
     assert it.current is not None
     assert (it.current.rank, it.current.cause, it.current.bucket) == (1, "backward", bucket)

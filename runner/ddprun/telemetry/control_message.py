@@ -13,7 +13,6 @@ The loss and the numbers beside it travel behind a message: sums since the messa
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -31,36 +30,15 @@ SAMPLES_AT, STEPS_AT, US_AT, OWN_AT = range(4)
 REQUESTS_AT = len(SUMS)
 FINDING_AT, SYNC_READY_AT, READY_AT = range(REQUESTS_AT + 1, REQUESTS_AT + 4)
 """Where in a message are: the first finding (`first_finding`); when the last bucket outside backward was
-ready; when the gradient buckets of `ReadyColumns` were ready, zeros if this rank exchanged none.
+ready; when each gradient bucket was ready, by its number, zeros if this rank exchanged none.
 """
 
 OWN_COLUMNS, READY_COLUMNS = slice(OWN_AT, REQUESTS_AT), slice(READY_AT, None)
 
 
-class ReadyColumns:
-    """The columns of a stage's messages that say when its gradient buckets were ready, counted from
-    `READY_AT`: one for each bucket.
-
-    `turns`: the numbers of the buckets of each turn of the stage, in the order in which backward fills them.
-    """
-
-    def __init__(self, turns: Sequence[Sequence[int]]) -> None:
-        turns = [numbers for numbers in turns if numbers]
-        self.buckets = [number for numbers in turns for number in numbers]  # by column
-        self.ends = [end - 1 for end in accumulate(map(len, turns))]  # of the last bucket of each turn
-        self._column_of = np.full(1 + max(self.buckets, default=0), -1)
-        self._column_of[self.buckets] = range(len(self.buckets))
-
-    @property
-    def message_length(self) -> int:
-        """How many numbers a message of the stage has."""
-        return READY_AT + len(self.buckets)
-
-    def column_of(self, buckets: IntArray) -> IntArray:
-        """The column of each bucket; -1: none."""
-        known = buckets < len(self._column_of)
-        found: IntArray = np.where(known, self._column_of[np.where(known, buckets, 0)], -1)
-        return found
+def message_length(turns: Sequence[range]) -> int:
+    """How many numbers a message of a stage has whose turns have gradient buckets of these numbers."""
+    return READY_AT + max((turn.stop for turn in turns), default=0)
 
 
 @dataclass(slots=True)
@@ -86,9 +64,9 @@ class OwnMessages:
         self.values = np.vstack((self.values, remainder.sums_of_values(self.values.shape[1])))
 
 
-def empty_messages(columns: ReadyColumns, values: int = 0) -> OwnMessages:
+def empty_messages(turns: Sequence[range], values: int = 0) -> OwnMessages:
     """None so far, with so many numbers for those beside the loss."""
-    return OwnMessages(np.zeros((0, columns.message_length)), [], [], {}, np.zeros((0, values)))
+    return OwnMessages(np.zeros((0, message_length(turns))), [], [], {}, np.zeros((0, values)))
 
 
 @dataclass(slots=True)
@@ -129,19 +107,19 @@ class Accumulator:
             self.traces_with_findings += found
 
     def make_messages(
-        self, resolved: ResolvedSteps, *, columns: ReadyColumns, offset_us: float
+        self, resolved: ResolvedSteps, *, turns: Sequence[range], offset_us: float
     ) -> OwnMessages:
-        """Add up the resolved steps, and make a message of each in which ranks exchanged something.
-        `offset_us`: how far this rank's clock is ahead of rank 0's.
+        """Add up the resolved steps, and make a message of each in which ranks exchanged something. `turns`:
+        as in `message_length`; `offset_us`: how far this rank's clock is ahead of rank 0's.
         """
         steps = resolved.steps
         rows = [row for row, step in enumerate(steps) if step.exchanged]
         values = self._take_means(resolved)
-        numbers = np.zeros((len(rows), columns.message_length))
+        numbers = np.zeros((len(rows), message_length(turns)))
         self._put_sums(resolved, rows, numbers)
         if rows:
             numbers[:, REQUESTS_AT] = [steps[row].requests for row in rows]
-            _put_ready_times(resolved, rows, numbers, columns, offset_us)
+            _put_ready_times(resolved, rows, numbers, offset_us)
         findings = self._put_findings(resolved, rows, numbers)
         numbers_of = [steps[row].number for row in rows]
         return OwnMessages(numbers, numbers_of, rows, findings, values)
@@ -200,12 +178,7 @@ def means_over_ranks(values: FloatArray) -> list[list[float | None]]:
 
 
 def all_ready_us(
-    resolved: ResolvedSteps,
-    own: OwnMessages,
-    messages: FloatArray | None,
-    *,
-    columns: ReadyColumns,
-    offset_us: float,
+    resolved: ResolvedSteps, own: OwnMessages, messages: FloatArray | None, *, offset_us: float
 ) -> FloatArray:
     """When the last rank had each trace's bucket ready, on this rank's clock; 0: not known. Shape (traces,).
 
@@ -216,23 +189,23 @@ def all_ready_us(
         return np.zeros(len(resolved.traces))
     sections, bucket, _, _ = resolved.trace_times
     about, outside = _message_of(own.rows, resolved)[sections // 2], sections % 2 > 0
-    at = columns.column_of(bucket)
-    known = (about >= 0) & (outside | (at >= 0))
-    ready = messages.max(1)[about, np.where(outside | ~known, SYNC_READY_AT, READY_AT + at)]
+    at = READY_AT + bucket
+    known = (about >= 0) & (outside | (at < messages.shape[-1]))
+    ready = messages.max(1)[about, np.where(outside | ~known, SYNC_READY_AT, at)]
     all_ready: FloatArray = np.where(known & (ready > 0), ready + offset_us, 0.0)
     return all_ready
 
 
 def _put_ready_times(
-    resolved: ResolvedSteps, rows: Sequence[int], numbers: FloatArray, columns: ReadyColumns, offset_us: float
+    resolved: ResolvedSteps, rows: Sequence[int], numbers: FloatArray, offset_us: float
 ) -> None:
     """Put into this rank's messages when it had its buckets ready."""
     sections, bucket, ready, _ = resolved.trace_times
     about, outside = _message_of(rows, resolved)[sections // 2], sections % 2 > 0
     at = ready - offset_us
-    column = columns.column_of(bucket)
-    mine = (about >= 0) & ~outside & (column >= 0)
-    numbers[about[mine], READY_AT + column[mine]] = at[mine]
+    column = READY_AT + bucket
+    mine = (about >= 0) & ~outside & (column < numbers.shape[-1])
+    numbers[about[mine], column[mine]] = at[mine]
     mine = (about >= 0) & outside
     np.maximum.at(numbers[:, SYNC_READY_AT], about[mine], at[mine])
 

@@ -36,7 +36,6 @@ from ddprun.telemetry.control_message import (
     Accumulator,
     HookOverflow,
     OwnMessages,
-    ReadyColumns,
     all_ready_us,
     empty_messages,
     find_overflow,
@@ -235,7 +234,7 @@ class StepRecorder:
         self._agreed: AgreedSteps | None = None  # the newest of the stage
         self.own_loss = math.nan  # this rank's mean loss in the newest resolved step
         self.first_nonfinite_loss: tuple[int, float] | None = None  # the step, and this rank's loss in it
-        self._columns = ReadyColumns([])  # of the stage's gradient buckets in messages
+        self._bucket_numbers: Sequence[range] = ()  # of the gradient buckets of each turn of the stage
         self._step: StepMarks | None = None  # the running one
         self._ended: list[StepMarks] = []  # steps that are over, not resolved yet
         self._last_end: Any = None  # mark of the last step's end, within a stage
@@ -253,10 +252,10 @@ class StepRecorder:
         turns, by their names in `value_names`; none: the stage has one loss.
         """
         self._turns, self._agreed = [1 + self.value_names.index(name) for name in losses] or (0,), None
-        self._columns = ReadyColumns([list(params) for params in turns])
+        self._bucket_numbers = [range(min(params), max(params) + 1) for params in turns if params]
         self.steps_per_post, self._steps_since_post = 1, 0
         params = {number: names for params in turns for number, names in params.items()}
-        self.stragglers.begin_stage(params, self._columns)
+        self.stragglers.begin_stage(params, self._bucket_numbers)
 
     # In a step.
 
@@ -467,7 +466,7 @@ class StepRecorder:
         steps, self._ended = self._ended, []
         if steps:
             resolved = self._resolve(steps)
-            self.deferred.add(self._split_and_record(resolved, empty_messages(ReadyColumns([])), None))
+            self.deferred.add(self._split_and_record(resolved, empty_messages([]), None))
         self.deferred.do_all()
 
     # Steps that are over.
@@ -514,7 +513,7 @@ class StepRecorder:
         self._resolved_at = now_us()
         count = len(self._ended) - keep
         steps, self._ended = self._ended[:count], self._ended[count:]
-        own = empty_messages(self._columns, 2 + 2 * len(self.value_names))
+        own = empty_messages(self._bucket_numbers, 2 + 2 * len(self.value_names))
         last_step = self._accumulator.last_step
         resolved = None
         if steps:
@@ -532,7 +531,9 @@ class StepRecorder:
             if self.first_nonfinite_loss is None and not np.isfinite(loss_sums).all():
                 row = int(np.flatnonzero(~np.isfinite(loss_sums))[0])
                 self.first_nonfinite_loss = resolved.steps[row].number, float(loss_sums[row])
-            own = self._accumulator.make_messages(resolved, columns=self._columns, offset_us=self.offset_us)
+            own = self._accumulator.make_messages(
+                resolved, turns=self._bucket_numbers, offset_us=self.offset_us
+            )
         if post_remainder:
             own.add_remainder(self._accumulator, last_step)
             self._accumulator = Accumulator()
@@ -587,7 +588,7 @@ class StepRecorder:
         """Deferred work: split the steps' waiting, count their time, and record them. `messages`: those of
         all ranks, shape (messages, ranks, numbers of a message); None: there are none, and no `means`.
         """
-        all_ready = all_ready_us(resolved, own, messages, columns=self._columns, offset_us=self.offset_us)
+        all_ready = all_ready_us(resolved, own, messages, offset_us=self.offset_us)
         exposed = split_exposed_time(resolved, all_ready)
         in_flight = in_flight_us(resolved.trace_times, len(resolved.steps))
         self._count_traffic(resolved.traces, int(np.maximum(in_flight, exposed).sum()))

@@ -22,13 +22,7 @@ from typing import Any, NamedTuple, get_args
 import msgspec
 import numpy as np
 
-from ddprun.telemetry.control_message import (
-    OWN_COLUMNS,
-    READY_AT,
-    READY_COLUMNS,
-    SYNC_READY_AT,
-    ReadyColumns,
-)
+from ddprun.telemetry.control_message import OWN_COLUMNS, READY_AT, READY_COLUMNS, SYNC_READY_AT
 from ddprun.telemetry.records import OWN_PARTS, Cause, Straggler
 from ddprun.telemetry.steps import FloatArray
 
@@ -67,16 +61,18 @@ class StragglerDetector:
         self._steps: deque[_StepMessages] = deque(maxlen=window)
         self._judged_us = 0.0  # on rank 0's clock
         self._params: Mapping[int, tuple[str, ...]] = {}
-        self._columns = ReadyColumns([])
+        self._turns: Sequence[range] = ()
         self._suspect: Straggler | None = None  # found by the last judgement, whether it lasts or not
         self.current: Straggler | None = None  # found by the last judgement, and lasting
         self.episodes: list[Straggler] = []
         """All that were found, oldest first; of very many the shortest are left out."""
 
-    def begin_stage(self, params: Mapping[int, tuple[str, ...]], columns: ReadyColumns) -> None:
-        """Forget the steps of the stage before; `params` are those of each gradient bucket, by its number."""
+    def begin_stage(self, params: Mapping[int, tuple[str, ...]], turns: Sequence[range]) -> None:
+        """Forget the steps of the stage before; `params` are those of each gradient bucket, by its number,
+        and `turns` the numbers of each turn's, in the order in which backward fills them.
+        """
         self._steps.clear()
-        self._params, self._columns = params, columns
+        self._params, self._turns = params, turns
         self._judged_us, self._suspect, self.current = 0.0, None, None
 
     def state_dict(self) -> list[dict[str, Any]]:
@@ -92,7 +88,7 @@ class StragglerDetector:
         that order; what comes after them is ignored. Gives whether `current` has changed.
         """
         messages = messages[: len(steps)]
-        ends = [SYNC_READY_AT, *(READY_AT + end for end in self._columns.ends)]
+        ends = [SYNC_READY_AT, *(READY_AT + turn[-1] for turn in self._turns)]
         last_ready = messages[..., ends]  # outside backward, and in each backward pass
         skews = (last_ready.max(1) - last_ready.min(1)).sum(1).tolist()
         exchanged = (messages[..., SYNC_READY_AT:] != 0.0).any(2).any(1).tolist()
@@ -155,7 +151,7 @@ class StragglerDetector:
         numbers = np.stack([one.numbers for one in self._steps])  # (steps, ranks, numbers of a message)
         # Ranks wait for each other in each backward pass that exchanges buckets, and once more outside it. A
         # step need not have all of them.
-        ends = [numbers[..., READY_AT + end] for end in self._columns.ends]
+        ends = [numbers[..., READY_AT + turn[-1]] for turn in self._turns]
         outside = numbers[..., SYNC_READY_AT]
         last_ready = [at for at in (*ends, outside) if at.all()]
         if not last_ready:
@@ -185,8 +181,7 @@ class StragglerDetector:
             return found
 
         last_cause = None if before is None else before.cause
-        cause, index = self._find_cause(more_than_others, late_us, numbers, last_cause)
-        bucket = None if index is None else self._columns.buckets[index]
+        cause, bucket = self._find_cause(more_than_others, late_us, numbers, last_cause)
         params = () if bucket is None else self._params[bucket]
         first, last = self._steps[0].step, self._steps[-1].step
         return Straggler(rank, cause, bucket, params, late_us, step_us, first, last)
@@ -199,7 +194,7 @@ class StragglerDetector:
         last_cause: Cause | None,
     ) -> tuple[Cause, int | None]:
         """The part of the step in which a rank is furthest above the others; its last cause is preferred. For
-        backward also the column of the late bucket.
+        backward also the late bucket.
         """
         more = more_than_others(numbers[..., OWN_COLUMNS])  # of each part
         parts: dict[Cause, float] = dict.fromkeys(get_args(Cause), 0.0)
@@ -207,17 +202,16 @@ class StragglerDetector:
             parts[_CAUSES[name]] += us
         parts["communication"] += late_us - sum(more)
         cause = max(parts, key=lambda part: parts[part] * (_HYSTERESIS if part == last_cause else 1.0))
-        ready, ends = numbers[..., READY_COLUMNS], self._columns.ends
+        ready = numbers[..., READY_COLUMNS]
         if cause != "backward" or not ready.any():
             return cause, None
-        above = more_than_others(ready)  # of each column
-        end = max(ends, key=above.__getitem__)  # of the turn in which it is latest
-        first = max((1 + one for one in ends if one < end), default=0)
+        above = more_than_others(ready)  # of each bucket
+        turn = max(self._turns, key=lambda turn: above[turn[-1]])  # in which it is latest
         # From one bucket to the next; what is left of backward lies before its first bucket.
-        more = more_than_others(np.diff(ready[..., first : end + 1]))
-        whole = parts["backward"] if len(ends) == 1 else above[end]
+        more = more_than_others(np.diff(ready[..., turn.start : turn.stop]))
+        whole = parts["backward"] if len(self._turns) == 1 else above[turn[-1]]
         shares = [whole - sum(more), *more]
-        return cause, first + shares.index(max(shares))
+        return cause, turn.start + shares.index(max(shares))
 
 
 def _above_others_median(values: FloatArray) -> FloatArray:
