@@ -77,8 +77,10 @@ class SwitchedRecorder(StepRecorder):
         self._starts: list[tuple[float, float]] = []
         self._rank = settings["control"].rank
         self._mark, self.mark = self.mark, lambda: self._mark() if self._full else 0
-        do_some = self.deferred.do_some
-        vars(self.deferred)["do_some"] = lambda: do_some() if self._full else None
+
+    def do_some_deferred(self) -> None:
+        if self._full:
+            super().do_some_deferred()
 
     def begin_step(self, number: int, stage: int) -> None:
         self._starts.append((time.perf_counter(), time.process_time()))

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ddprun.telemetry import recorder as module
 from ddprun.telemetry.clock import Clock, clock_for
-from ddprun.telemetry.recorder import AgreedSteps, DeferredWork, StepRecorder
+from ddprun.telemetry.recorder import AgreedSteps, StepRecorder
 from ddprun.telemetry.stragglers import StragglerDetector
 from ddprun.telemetry.writer import Writer
 from ddprun_hooks.comm.control import ControlChannel
@@ -180,7 +180,7 @@ def test_deferred_work_does_not_change_what_comes_of_it(
         if found := take(alone, step):
             known[step] = found
         for _ in range(step % 3):
-            alone.deferred.do_some()
+            alone.do_some_deferred()
     assert known == {
         2: [1],
         3: [2],
@@ -452,7 +452,7 @@ def test_marks_of_a_device_are_read_a_little_in_each_step(tmp_path: Path) -> Non
 
 
 def test_deferred_work_stops_after_a_short_time_and_goes_on_where_it_was(
-    monkeypatch: pytest.MonkeyPatch,
+    alone: StepRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each part takes 200 µs; the rest is done when it is needed."""
     now, done = 0, list[str]()
@@ -466,23 +466,20 @@ def test_deferred_work_stops_after_a_short_time_and_goes_on_where_it_was(
 
     monkeypatch.setattr(module, "now_us", lambda: now)
     monkeypatch.setattr(module, "_SLICE_US", 500)
-    queue = DeferredWork()
-    queue.do_some()
-    queue.add(work("a", 2))
-    queue.add(work("b", 4))
-    queue.add(work("c", 1))
-    queue.do_some()
+    alone.do_some_deferred()
+    alone._deferred += [work("a", 2), work("b", 4), work("c", 1)]
+    alone.do_some_deferred()
     assert done == ["a0", "a1", "b0"], "it may take 500 µs"
-    queue.do_some()
+    alone.do_some_deferred()
     assert done[3:] == ["b1", "b2", "b3"]
-    queue.add(work("d", 1))
-    queue.do_all()
+    alone._deferred.append(work("d", 1))
+    alone._do_deferred()
     assert done[6:] == ["c0", "d0"]
-    queue.do_all()
+    alone._do_deferred()
     assert len(done) == 8
 
 
-def test_deferred_work_that_fails_does_not_hold_up_what_is_behind_it() -> None:
+def test_deferred_work_that_fails_does_not_hold_up_what_is_behind_it(alone: StepRecorder) -> None:
     """What it has not done is lost; the rest is done when it is needed."""
     done = list[str]()
 
@@ -492,10 +489,8 @@ def test_deferred_work_that_fails_does_not_hold_up_what_is_behind_it() -> None:
             raise RuntimeError(name)
         yield
 
-    queue = DeferredWork()
-    queue.add(work("a", fails=True))
-    queue.add(work("b", fails=False))
+    alone._deferred += [work("a", fails=True), work("b", fails=False)]
     with pytest.raises(RuntimeError, match="a"):
-        queue.do_all()
-    queue.do_all()
+        alone._do_deferred()
+    alone._do_deferred()
     assert done == ["a", "b"]

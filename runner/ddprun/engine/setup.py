@@ -160,7 +160,7 @@ def build_session(
         replica = DdpReplica(model, pipeline.ddp, device, exchange.gradient_queue, stacks.first, first)
         settle_layout(replica, objective, feed, turn.name, barrier)
         if not clock.lag_steps:  # else marks of the step before would have to be waited for
-            replica.dispatcher.on_last_bucket_sent = recorder.deferred.do_some
+            replica.dispatcher.on_last_bucket_sent = recorder.do_some_deferred
         turn.replica = replica
     # No pass has called the model with these yet, so the numbers beside their losses are not known.
     if not_called := [name for name in turns.names if name not in objective.called]:

@@ -209,7 +209,7 @@ class ObservedRun:
             if scaler is not None and not scaler.is_enabled():
                 scaler = None
             if not clock.lag_steps:  # else marks of the step before would have to be waited for
-                self.hooks.on_last_bucket_sent = recorder.deferred.do_some
+                self.hooks.on_last_bucket_sent = recorder.do_some_deferred
             params, calls = _params(model, optimizer), (self.after_step, self.meet_if_due)
             self.marks = StepMarks(self.hooks, recorder, watchdog, self._device, params, scaler, *calls)
             context.reporter, context.step = reporter, lambda: self.marks.step

@@ -73,7 +73,7 @@ _COMPARE_CLOCKS_EVERY_S = 60.0  # none runs like another
 
 _RECORDS_PER_SLICE = 8  # records that are made before looking whether there is still time
 _SLICE_US = 2000
-"""How long `DeferredWork.do_some` works. Meanwhile no thread of this rank can go on with a bucket that has
+"""How long `do_some_deferred` works. Meanwhile no thread of this rank can go on with a bucket that has
 arrived. But each time the work is taken up again it waits for memory, and so does the model's code after it:
 in steps of 3 ms that was 0.2 ms each time."""
 
@@ -149,36 +149,6 @@ def _find_skipped(own: OwnMessages, messages: FloatArray) -> tuple[int, list[int
     return step, np.flatnonzero(first > first.min()).tolist()
 
 
-class DeferredWork:
-    """Work that can wait until the training thread has nothing better to do, done in the order it came. Each
-    piece of work is an iterator whose steps are short.
-    """
-
-    def __init__(self) -> None:
-        self._queue: deque[Iterator[None]] = deque()
-
-    def add(self, work: Iterator[None]) -> None:
-        """Do this later, at the latest in `do_all`."""
-        self._queue.append(work)
-
-    def do_some(self) -> None:
-        """Work for a short time: for when the thread has to wait anyway, as for gradients under way."""
-        if self._queue:
-            self._do(now_us() + _SLICE_US)
-
-    def do_all(self) -> None:
-        """Do everything: for when its results are needed."""
-        if self._queue:
-            self._do(math.inf)
-
-    def _do(self, until: float) -> None:
-        while self._queue:
-            for _ in self._queue[0]:
-                if now_us() >= until:
-                    return
-            self._queue.popleft()
-
-
 @dataclass(slots=True)
 class _PendingSteps:
     """Steps that were resolved together, until the messages about them have arrived."""
@@ -205,7 +175,7 @@ class StepRecorder:
         self.rank = control.rank
         self._max_per_post = _MAX_PER_POST_ON_DEVICE if clock.lag_steps else _MAX_PER_POST
         self.stragglers = stragglers
-        self.deferred = DeferredWork()  # methods here finish it when they need its results
+        self._deferred: deque[Iterator[None]] = deque()  # finished where its results are needed
         self.mark: Callable[[], Any] = clock.mark  # this moment on the training thread's time line
         self.offset_us = 0.0  # how far this rank's clock is ahead of rank 0's
         self.clocks_compared_s = time.monotonic()  # when that was measured last
@@ -406,7 +376,7 @@ class StepRecorder:
         """
         self._resolve_and_post(0, post_remainder=post_remainder)
         agreed_steps = self._await_messages(len(self._pending_steps))
-        self.deferred.do_all()
+        self._do_deferred()
         return agreed_steps
 
     def pause_timing(self) -> None:
@@ -452,20 +422,32 @@ class StepRecorder:
         """Record the steps that are over without the messages of other ranks: these may be gone. After a
         failure the device may never reach the end of a step.
         """
-        self.deferred.do_all()
+        self._do_deferred()
         if self._clock.lag_steps and not wait_for_device:
             return
         all_pending, self._pending_steps = self._pending_steps, deque()
         for pending in all_pending:
             if pending.resolved is not None:
-                self.deferred.add(self._split_and_record(pending.resolved, pending.own, None))
+                self._deferred.append(self._split_and_record(pending.resolved, pending.own, None))
         steps, self._ended = self._ended, []
         if steps:
             resolved = self._resolve(steps)
-            self.deferred.add(self._split_and_record(resolved, empty_messages([]), None))
-        self.deferred.do_all()
+            self._deferred.append(self._split_and_record(resolved, empty_messages([]), None))
+        self._do_deferred()
 
     # Steps that are over.
+
+    def do_some_deferred(self) -> None:
+        """Work for a short time: for when the thread has to wait anyway, as for gradients under way."""
+        self._do_deferred(now_us() + _SLICE_US)
+
+    def _do_deferred(self, until_us: float = math.inf) -> None:
+        """Do what was deferred, in the order in which it came, until then."""
+        while self._deferred:
+            for _ in self._deferred[0]:
+                if now_us() >= until_us:
+                    return
+            self._deferred.popleft()
 
     def _read_ahead(self) -> None:
         """Read the marks of the step that the device has passed meanwhile: a little in each step, since the
@@ -505,7 +487,7 @@ class StepRecorder:
         """Resolve the steps that are over, but for the newest `keep`, and post the messages about them.
         `post_remainder`: post one message more, for the steps since the last exchange.
         """
-        self.deferred.do_all()
+        self._do_deferred()
         self._resolved_at = now_us()
         count = len(self._ended) - keep
         steps, self._ended = self._ended[:count], self._ended[count:]
@@ -562,7 +544,7 @@ class StepRecorder:
             self._pending_steps.popleft()  # only now, so that it is salvaged if the other ranks are gone
             if pending.resolved is not None:
                 record = self._split_and_record(pending.resolved, pending.own, messages, means)
-                self.deferred.add(record)
+                self._deferred.append(record)
             newest = None
             if messages is not None and self.on_messages is not None:
                 self.on_messages(pending.own.steps, messages)
