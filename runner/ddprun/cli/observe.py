@@ -39,7 +39,7 @@ def observe(
     from ddprun.config.faults import PipelineError
     from ddprun.config.reader import parse_yaml
     from ddprun.config.tree import Source
-    from ddprun.observer.script import run_observed_script
+    from ddprun.observer.run import run_observed_script
     from ddprun_hooks.errors import HookSetupError
     from ddprun_hooks.registry import make_stack
 

@@ -1,9 +1,14 @@
-"""`observe`: two lines in a script with DistributedDataParallel, and the folder of a run beside it."""
+"""`observe`: two lines in a script with DistributedDataParallel, and the folder of a run beside it.
+
+`ddprun observe` is for a script that may not be changed: its first DistributedDataParallel is observed.
+"""
 
 import atexit
+import functools
 import itertools
 import json
 import os
+import runpy
 import sys
 import time
 import traceback
@@ -20,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddprun import EXIT_FAILURE, LAUNCHED_VARIABLE, __version__
+from ddprun import EXIT_FAILURE, EXIT_SUCCESS, LAUNCHED_VARIABLE, __version__
 from ddprun.config import load_trackers
 from ddprun.engine.failures import (
     FailureContext,
@@ -34,6 +39,7 @@ from ddprun.engine.run_folder import RunFolderError, make_folder, new_folder, ra
 from ddprun.host import rank_files
 from ddprun.observer.marks import StepMarks, TimedLoader, sends_buffers
 from ddprun.parallel.ranks import Environment, Ranks
+from ddprun.standard_streams import say
 from ddprun.telemetry.clock import clock_for
 from ddprun.telemetry.progress import Screen
 from ddprun.telemetry.recorder import AgreedSteps, StepRecorder
@@ -423,3 +429,33 @@ class ObservedRun:
         self._ranks.watchdog.close()
         if LAUNCHED_VARIABLE not in os.environ:
             self._ranks.watchdog.status_page.remove()
+
+
+def run_observed_script(script: Path, arguments: Sequence[str], **options: Any) -> int:
+    """Run a script as `python script arguments…` would, with `observe(model, **options)` for its first
+    DistributedDataParallel; gives the exit code. The constructor of that class is replaced in this process,
+    until it has been called.
+    """
+    construct: Any = DistributedDataParallel.__init__
+
+    @functools.wraps(construct)
+    def construct_and_observe(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        construct(model, *args, **kwargs)
+        setattr(DistributedDataParallel, "__init__", construct)  # noqa: B010
+        observe(model, **options)
+
+    setattr(DistributedDataParallel, "__init__", construct_and_observe)  # noqa: B010
+    sys.argv[:] = [str(script), *arguments]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except KeyboardInterrupt as error:
+        sys.last_value = error
+        raise
+    except Exception as error:
+        sys.last_value = error  # as the interpreter does when nobody catches an exception
+        sys.excepthook(type(error), error, error.__traceback__)
+        return EXIT_FAILURE
+    if DistributedDataParallel.__init__ is construct_and_observe:
+        say(f"{script} made no DistributedDataParallel, so nothing was observed")
+    return EXIT_SUCCESS
