@@ -160,7 +160,7 @@ def test_an_evaluation_inside_a_stage_measures_their_mean(tmp_path: Path) -> Non
 
 
 def test_a_difference_under_way_and_a_resume_keep_the_bits(tmp_path: Path) -> None:
-    """After six steps ranks know from the fourth that they differ, and act on it at the seventh."""
+    """After six steps each rank has noted its checksums of the fourth; they act on them at the seventh."""
     stages = "  - train: {steps: 100, sync: {diloco: {every: 4, overlap_steps: 3}}}\n"
     (tmp_path / "p.yaml").write_text(prepared(tmp_path, "{every: 100, at: 2}", stages))
     whole = as_processes(3, unbroken, tmp_path, cwd=tmp_path)

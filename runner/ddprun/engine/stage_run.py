@@ -248,7 +248,7 @@ def execute_action(run: StageRun, action: Action, step: int) -> None:
         case EqualizeState():
             _equalize(session, action)
         case "compare frozen":
-            runtime.frozen.start_checksum_comparison()
+            runtime.frozen.note_checksums()
             runtime.frozen.equalize_if_different()
         case Audit(recorded, at_end):
             where = f"at the end of {run.stage.path}" if at_end else f"after step {step} of {run.stage.path}"
@@ -284,7 +284,7 @@ def _equalize(session: Session, action: EqualizeState) -> None:
     match action.what:
         case "parameters":
             exchanger.equalize(runtime.frozen.trainable, "parameters", source)
-            runtime.frozen.start_checksum_comparison()
+            runtime.frozen.note_checksums()
             runtime.frozen.equalize_if_different(source)
         case "optimizer" if source is None:
             average_optimizer_state(runtime.optimizer, exchanger)

@@ -90,14 +90,6 @@ def checksums(tensors: Iterable[Tensor]) -> list[int]:
     return [number % (1 << _CHECKSUM_BITS) for number in torch.stack([one.cpu() for one in found]).tolist()]
 
 
-def combined_checksum(tensors: Iterable[Tensor]) -> int:
-    """One checksum of all tensors, a whole number below 2^48."""
-    total = 0
-    for one in checksums(tensors):
-        total = (total * _HASH_MULTIPLIERS[2] + one) % (1 << _CHECKSUM_BITS)
-    return total
-
-
 def _checksum(tensor: Tensor) -> Tensor:
     """Shape (), int64; its arithmetic is modulo 2^64."""
     values = as_real(tensor.detach()).reshape(-1).view(torch.uint8)

@@ -5,9 +5,8 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from ddprun.sync.audit import combined_checksum, gather_checksums, odd_ranks
+from ddprun.sync.audit import checksums, gather_checksums, odd_ranks
 from ddprun.sync.exchanger import ParameterExchanger, can_be_averaged, restore_values_on_exit
-from ddprun_hooks.comm.control import PendingGather
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -20,7 +19,7 @@ class FrozenParameters:
 
     All ranks hold those of rank 0, and nothing is sent while that stays so. Something may change them all
     the same: a forward pass, `mutate`, `update`, or code of the user's that trains them after all. Where
-    ranks synchronise they compare a checksum of the values. Those that differ are made equal as they are,
+    ranks synchronise they compare checksums of the values. Those that differ are made equal as they are,
     without hooks, and `report` gets the names of those that have not differed before.
     """
 
@@ -30,8 +29,7 @@ class FrozenParameters:
         self._everything: dict[str, Tensor] = dict(model.named_parameters())
         self.train(trainable_parameters(model))
         self._exchanger, self._control, self._report = exchanger, exchanger.exchange.control, report
-        self._posted: PendingGather | None = None
-        self._ranks_differ = False  # what ranks posted last, and have not acted on yet, was not the same
+        self.noted_checksums: Sequence[int] = ()  # of this rank's values, which ranks have yet to compare
         self._reported: set[str] = set()
 
     def train(self, names: Container[str]) -> None:
@@ -40,31 +38,20 @@ class FrozenParameters:
         self.trainable = {name: param for name, param in held if name in names}  # which ranks exchange
         self.parameters = {name: param for name, param in held if name not in names}
 
-    def start_checksum_comparison(self) -> None:
-        """Compare, without waiting for other ranks; `equalize_if_different` acts on it."""
+    def note_checksums(self) -> None:
+        """Ranks begin to synchronise: `equalize_if_different` compares the values of now."""
         if self.parameters and self._control.size > 1:
-            what, total = "a checksum of the frozen parameters", combined_checksum(self.parameters.values())
-            self._posted = self._control.all_gather_async([float(total)], what)
-
-    def ranks_differ(self) -> bool:
-        """Whether ranks differed in what they posted last; False once they have acted on it."""
-        if self._posted is not None:
-            found, self._posted = self._posted.wait(), None
-            self._ranks_differ = bool((found != found[0]).any())
-        return self._ranks_differ
-
-    def load_ranks_differ(self, differ: bool) -> None:
-        """Go on from what `ranks_differ` gave."""
-        self._posted, self._ranks_differ = None, differ
+            self.noted_checksums = checksums(self.parameters.values())
 
     def equalize_if_different(self, source: int | None = None) -> None:
-        """If the checksums posted last differed: parameters that differ now become those of rank `source`, or
-        their mean. Numbers without a mean (quantised weights) are never averaged.
+        """If the noted checksums differ: parameters that differ now become those of rank `source`, or their
+        mean. Numbers without a mean (quantised weights) are never averaged.
         """
-        if not self.ranks_differ():
-            return
-        self._ranks_differ = False
-        self._equalize(self.find_and_report_differing(), source)
+        noted, self.noted_checksums = [*map(float, self.noted_checksums)], ()
+        if noted:
+            found = self._control.all_gather(noted, "checksums of the frozen parameters")
+            if (found != found[0]).any():
+                self._equalize(self.find_and_report_differing(), source)
 
     @contextmanager
     def temporarily_equal(self) -> Iterator[None]:

@@ -74,7 +74,7 @@ class Synchronizer:
 
     def state_dict(self) -> dict[str, Any]:
         """What decides later steps, mid-stage; of this rank. Waits for what is in flight."""
-        state: dict[str, Any] = {"frozen_differ": self.frozen.ranks_differ()}
+        state: dict[str, Any] = {"frozen_checksums": list(self.frozen.noted_checksums)}
         for index, steps in enumerate(self.progress.steps_since_start):
             delta = self._deltas.get(index)
             state[str(index)] = {"since": steps} | (delta.state_dict() if delta else {})
@@ -82,7 +82,7 @@ class Synchronizer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from there; comes after `set_delta_bases`."""
-        self.frozen.load_ranks_differ(state["frozen_differ"])
+        self.frozen.noted_checksums = state.get("frozen_checksums", ())
         for index in range(len(self.plan.transfers)):
             own = state[str(index)]
             self.progress.steps_since_start[index] = own["since"]
@@ -96,7 +96,7 @@ class Synchronizer:
         first = states[0] if states else {}
         if not first:
             return {}
-        state: dict[str, Any] = {"frozen_differ": False}
+        state: dict[str, Any] = {}
         for index in map(str, range(len(self.plan.transfers))):
             own = first[index]
             state[index] = {"since": 0} | ({"momentum": own["momentum"]} if "momentum" in own else {})
@@ -132,7 +132,7 @@ class Synchronizer:
                 delta.store_momentum(self.outer_momentum)
 
     def _compare_and_equalize_frozen(self, chosen: DueTransfers) -> None:
-        """Compare frozen parameters when an exchange of all ranks starts; make them equal when it ends."""
+        """Note frozen parameters when an exchange of all ranks starts; make them equal when it ends."""
         index = self._frozen_check_index
         if index is None:
             return
@@ -140,7 +140,7 @@ class Synchronizer:
         if index in chosen.applied:
             self.frozen.equalize_if_different(source)
         if index in chosen.started:
-            self.frozen.start_checksum_comparison()
+            self.frozen.note_checksums()
             if chosen.at_end or not self.plan.transfers[index].delay:
                 self.frozen.equalize_if_different(source)
 
