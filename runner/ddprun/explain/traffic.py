@@ -1,6 +1,7 @@
 """What each bucket costs: every rank's part in it, simulated.
 
-Ranks that send alike are simulated once, so that the cost grows with the buckets and not with the ranks.
+Ranks that send alike are simulated once, so that the cost grows with the buckets and not with the ranks. A
+broadcast, in which two ranks are unlike all others, is counted by its rule.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Literal, get_args
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ddprun.config import BroadcastStage, LoadedPipeline, StepStage
+from ddprun.config import LoadedPipeline, StepStage
 from ddprun.engine.stacks import build_stack
 from ddprun.explain.model_probe import WorldShape
 from ddprun.sync.plan import Partition
@@ -30,7 +31,7 @@ from ddprun_hooks.comm.trace import BucketTrace, CollectiveTrace
 from ddprun_hooks.errors import HooksError, HookSetupError
 from ddprun_hooks.payload import PayloadKind
 from ddprun_hooks.simulate import dummy_payload, simulate, simulated_group
-from ddprun_hooks.stack import Stack, broadcast_stack
+from ddprun_hooks.stack import Stack
 
 QueueName = Literal["world", "deltas", "plain"]
 """As `ddprun_hooks.exchange.Exchange` calls their groups; `world` is that of gradients."""
@@ -146,65 +147,71 @@ class TrafficSimulator:
         needs_by_queue: dict[QueueName, GroupRequirements] = dict(
             zip(get_args(QueueName), QueueRequirements.of_stages(needed), strict=True)
         )
-        needs = merge_requirements(needs_by_queue.values())
-        simulated = _representative_ranks(world, needs, _broadcast_sources(loaded))
-        self._simulated_ranks, self._needs_by_queue = list(simulated), needs_by_queue
-        self._ranks_represented = [count for count, _ in simulated.values()]  # by each simulated one
-        # For each simulated rank the index of one that sends the same in everything but broadcasts.
-        self._equivalent_indices = [self._simulated_ranks.index(same) for _, same in simulated.values()]
+        self._needs_by_queue = needs_by_queue
+        self._simulated_ranks = _representative_ranks(world, merge_requirements(needs_by_queue.values()))
         self._groups_by_queue: dict[tuple[int, QueueName], RankGroup] = {}
         self._simulated_buckets: dict[tuple[str, Route, BucketLayout], Bucket] = {}
 
-    def group(self, route: Route, index: int = 0) -> RankGroup:
-        """The group on a route of the simulated rank of this index."""
-        key = index, route.queue
+    def group(self, route: Route, rank: int = 0) -> RankGroup:
+        """The group of a rank on a route."""
+        key = rank, route.queue
         if key not in self._groups_by_queue:
-            placement = self.world.placement(self._simulated_ranks[index])
             needs = self._needs_by_queue[route.queue]
-            self._groups_by_queue[key] = simulated_group(route.queue, placement, needs)
+            self._groups_by_queue[key] = simulated_group(route.queue, self.world.placement(rank), needs)
         return route.group(self._groups_by_queue[key])
 
     def simulate_bucket(self, stage: StepStage | None, route: Route, layout: BucketLayout) -> Bucket:
         """What it takes to carry a bucket that meets the hooks of `stage`, if the route has any; raises
         PipelineError for a hook that would break the run.
         """
-        stack = self._stack(stage, route)
-        key = stack.description if route.uses_hooks else "", route, layout
+        key = self._stack(stage, route).description if route.uses_hooks else "", route, layout
         if key not in self._simulated_buckets:
-            # Hooks of ours look at no values unless they are in host memory; those of others may.
-            device = self._device if stack.custom_hooks and route.uses_hooks else torch.device("meta")
-            first = dummy_payload(layout, route.kind, device)
-            indices: Sequence[int] = self._equivalent_indices
-            if route.through == "broadcast":
-                indices = range(len(self._simulated_ranks))
-            found: dict[int, BucketTrace[int]] = {}
-            state = 0
-            try:
-                for index in set(indices):
-                    payload = replace(first, tensor=first.tensor.clone(), findings=[])
-                    hooks = self._stack(stage, route)
-                    found[index] = simulate(payload, hooks, self.group(route, index))
-                    kept = [one for one in tree_leaves(hooks.state_dict()) if isinstance(one, torch.Tensor)]
-                    state = max(state, sum(one.nbytes for one in kept))
-            except HooksError as error:
-                path = stage.key_path("hooks") if stage is not None else ""
-                raise self._loaded.error(path, str(error)) from None
-            traces = [found[index] for index in indices]
-            groups = _groups_by_name(self._groups_by_queue[indices[0], route.queue])
-            legs = tuple(_merge_legs(traces, groups, self._ranks_represented))
-            sent = _sent_bytes(traces, self._ranks_represented)
             nbytes = layout.numel * getattr(torch, layout.dtype).itemsize
             params = tuple(param.name for param in layout.params)
+            if route.through == "broadcast":
+                sent, legs, state = *self._broadcast(route.source, layout.dtype, nbytes), 0
+            else:
+                sent, legs, state = self._simulate(stage, route, layout)
             size = layout.index, layout.dtype, layout.numel, nbytes
             self._simulated_buckets[key] = Bucket(*size, params, sent, legs, state)
         return self._simulated_buckets[key]
+
+    def _broadcast(self, source: int, dtype: str, nbytes: int) -> tuple[SentBytes, tuple[Leg, ...]]:
+        """A chain from the source on, in which every rank but the last passes a bucket on once, as
+        `RankGroup.wire_bytes` has it.
+        """
+        hosts, ranks = self.world.placement(0).hosts, self.world.ranks
+        crossings = sum(hosts[rank - 1] != hosts[rank] for rank in range(ranks) if rank != source % ranks)
+        sent = SentBytes(ranks, (ranks - 1) * nbytes, crossings * nbytes)
+        return sent, (Leg("broadcast", "all", ranks, dtype, nbytes, sent),)
+
+    def _simulate(
+        self, stage: StepStage | None, route: Route, layout: BucketLayout
+    ) -> tuple[SentBytes, tuple[Leg, ...], int]:
+        """What ranks send for a bucket, and the bytes of the hooks' state."""
+        # Hooks of ours look at no values unless they are in host memory; those of others may.
+        device = self._device if self._stack(stage, route).custom_hooks else torch.device("meta")
+        first = dummy_payload(layout, route.kind, device)
+        traces: list[BucketTrace[int]] = []
+        state = 0
+        try:
+            for rank in range(self._simulated_ranks):
+                payload = replace(first, tensor=first.tensor.clone(), findings=[])
+                hooks = self._stack(stage, route)
+                traces.append(simulate(payload, hooks, self.group(route, rank)))
+                kept = [one for one in tree_leaves(hooks.state_dict()) if isinstance(one, torch.Tensor)]
+                state = max(state, sum(one.nbytes for one in kept))
+        except HooksError as error:
+            path = stage.key_path("hooks") if stage is not None else ""
+            raise self._loaded.error(path, str(error)) from None
+        groups = _groups_by_name(self._groups_by_queue[0, route.queue])
+        legs = tuple(_merge_legs(traces, groups, self.world.ranks))
+        return _sent_bytes(traces, self.world.ranks), legs, state
 
     def _stack(self, stage: StepStage | None, route: Route) -> Stack:
         """What carries a bucket on a route; made anew each time, since hooks keep state."""
         if route.through == "sum":
             return Stack([])
-        if route.through == "broadcast":
-            return broadcast_stack(route.source)
         assert stage is not None, "hooks are a stage's"
         return self._hook_stack(stage, inside_host=route.through == "host_hooks")
 
@@ -225,48 +232,23 @@ class TrafficSimulator:
                 raise self._loaded.error(stage.key_path(key), str(error)) from None
 
 
-def _representative_ranks(
-    world: WorldShape, needs: GroupRequirements, sources: Iterable[int]
-) -> dict[int, tuple[int, int]]:
-    """Representative ranks, so that every rank sends the same as one of them. For each: how many ranks it
-    represents, and which representative sends the same in everything but broadcasts.
+def _representative_ranks(world: WorldShape, needs: GroupRequirements) -> int:
+    """How many ranks, from the first on, stand for all: every rank sends the same as one of them.
 
     What a rank sends depends on its place in its host, and in the splits of ranks into hosts that hooks or
-    policies make; that repeats from one block of ranks to the next. Only the ends of a broadcast's chain
-    differ: each of `sources`, and the rank before it.
+    policies make; that repeats from one block of ranks to the next. (Not so in a broadcast.)
     """
-    ranks = world.ranks
-    splits = [ranks // one.hosts for one in needs if one.hosts]
-    block = math.lcm(world.ranks_per_host, *splits)
-    special = {rank % ranks // block for source in sources for rank in (source, source - 1)}
-    plain = [index for index in range(ranks // block) if index not in special]
-    if ranks % block or len(plain) < 2 or any(one.parts for one in needs):
-        return {rank: (1, rank) for rank in range(ranks)}
-    first = plain[0]
-    return {
-        index * block + place: (len(plain) if index == first else 1, first * block + place)
-        for index in sorted([*special, first])
-        for place in range(block)
-    }
+    block = math.lcm(world.ranks_per_host, *[world.ranks // one.hosts for one in needs if one.hosts])
+    return world.ranks if world.ranks % block or any(one.parts for one in needs) else block
 
 
-def _broadcast_sources(loaded: LoadedPipeline) -> set[int]:
-    """Ranks whose parameters all others take, at the start or later."""
-    stages = loaded.pipeline.stages
-    plans = [stage.effective_settings(loaded.pipeline).plan for stage in loaded.pipeline.stages_with_steps()]
-    chosen = {one.source or 0 for plan in plans for one in plan.transfers}
-    return {0, *chosen, *(stage.source for stage in stages if isinstance(stage, BroadcastStage))}
-
-
-def _sent_bytes(
-    traces: Sequence[BucketTrace[int] | CollectiveTrace[int] | None], ranks_represented: Sequence[int]
-) -> SentBytes:
-    """What all ranks have sent, from what each simulated one has; None: nothing."""
-    pairs = list(zip(ranks_represented, traces, strict=True))
+def _sent_bytes(traces: Sequence[BucketTrace[int] | CollectiveTrace[int] | None], ranks: int) -> SentBytes:
+    """What so many ranks have sent, from what each simulated one has; None: nothing."""
+    each, sending = ranks // len(traces), [trace for trace in traces if trace is not None]
     return SentBytes(
-        sum(ranks_represented),
-        sum(count * trace.wire_bytes for count, trace in pairs if trace is not None),
-        sum(count * trace.between_hosts_bytes for count, trace in pairs if trace is not None),
+        ranks,
+        each * sum(trace.wire_bytes for trace in sending),
+        each * sum(trace.between_hosts_bytes for trace in sending),
     )
 
 
@@ -279,9 +261,7 @@ def _groups_by_name(world: RankGroup) -> dict[str, tuple[GroupScope, int]]:
 
 
 def _merge_legs(
-    traces: Sequence[BucketTrace[int]],
-    groups: dict[str, tuple[GroupScope, int]],
-    ranks_represented: Sequence[int],
+    traces: Sequence[BucketTrace[int]], groups: dict[str, tuple[GroupScope, int]], ranks: int
 ) -> Iterator[Leg]:
     """The legs of all ranks, with those joined that are one collective on each. A rank may have fewer than
     others: one whose share of a bucket is empty sends nothing between hosts.
@@ -295,4 +275,4 @@ def _merge_legs(
             times[what] += 1
     for (op, group, dtype, _), row in rows.items():
         nbytes = max(leg.bytes for leg in row if leg is not None)
-        yield Leg(op, *groups[group], dtype, nbytes, _sent_bytes(row, ranks_represented))
+        yield Leg(op, *groups[group], dtype, nbytes, _sent_bytes(row, ranks))
