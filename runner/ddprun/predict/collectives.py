@@ -2,17 +2,15 @@
 
 from dataclasses import dataclass, field, replace
 
-from ddprun.explain.model_probe import WorldShape
 from ddprun.explain.traffic import Leg
 from ddprun.predict.costs import LinearCost
 from ddprun.predict.links import LinkLevel
-from ddprun.predict.timeline import MAX_SIMULATED_ROUNDS, BucketTransfer, SimulatedCollective, round_count
+from ddprun.predict.timeline import MAX_SIMULATED_ROUNDS, SimulatedCollective, round_count
 
 _ROUND_WORK_US = 20.0  # of a core, for each round of a collective on one rank, before fitting
 _BYTE_US = 1e-3  # of a core, for each byte that a rank sends and receives, before fitting
 _COPY_US = 2.5e-4  # for each byte through shared memory
 _ONE_WAY_SHARE = 0.4  # of an all-to-all between two hosts, if all ranks of one are later: as measured
-_CONTROL_BYTES = 256.0  # of a rank's control message
 
 
 @dataclass(slots=True)
@@ -60,20 +58,6 @@ def collective_of(
         # is then late in the next step, too, so this always counts.
         blocking_bytes=leg.bytes / leg.ranks if leg.op == "all_reduce" and leg.ranks > hosts else 0.0,
     )
-
-
-def control_message(world: WorldShape) -> BucketTransfer:
-    """The control message of all ranks."""
-    level: LinkLevel = "across" if world.hosts > 1 else "within"
-    rounds = world.ranks - 1
-    collective = SimulatedCollective(
-        work_us=0.0,
-        bytes_by_level={level: _CONTROL_BYTES * rounds},
-        rounds=min(rounds, MAX_SIMULATED_ROUNDS),
-        latency_counts={level: 2 * rounds},
-        queue="control",
-    )
-    return BucketTransfer("control", (collective,), "control")
 
 
 def host_bytes_by_level(leg: Leg, hosts: int) -> dict[LinkLevel, float]:

@@ -9,7 +9,7 @@ from ddprun.engine.sequence import Moment
 from ddprun.explain.explain import PlannedExchange, StageExplanation
 from ddprun.explain.model_probe import WorldShape
 from ddprun.explain.traffic import Bucket
-from ddprun.predict.collectives import StackCosts, collective_of, control_message, host_bytes_by_level
+from ddprun.predict.collectives import StackCosts, collective_of, host_bytes_by_level
 from ddprun.predict.costs import LastRankLateness
 from ddprun.predict.links import LinkLevel, Links
 from ddprun.predict.timeline import (
@@ -104,7 +104,6 @@ class StepPrediction:
             "buckets": [
                 {"bucket": one.name, "ready_us": round(one.ready_us), "done_us": round(one.done_us)}
                 for one in self.last_exchange_step.transfers
-                if one.name != "control"
             ],
         }
 
@@ -224,10 +223,6 @@ class _InstructionGenerator:
             yield from self._send(exchanges, "after_step", "sync", late_us)
         if after and not delay:
             yield AwaitTransfers("sync")
-        if settings.plan.gradients != "all":  # where each step has a control message, nobody waits for it
-            yield AwaitTransfers("control", settings.plan.control_delay_steps)
-            if after and self.world.ranks > 1:
-                yield control_message(self.world)
         yield Compute(work["sync_us"] + work["other_us"], "sync_us")
 
     def _send(
