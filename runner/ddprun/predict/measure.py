@@ -4,12 +4,13 @@ import os
 import reprlib
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 
@@ -92,7 +93,8 @@ def run_measurement(
     settings += ["timings={every: 1, gradients: true}", "loader.balance=null"]
     command = [sys.executable, "-P", "-m", "ddprun", "run", str(loaded.path), "--run-dir", str(run_dir)]
     command += ["--nnodes", "1", *(word for setting in settings for word in ("--set", setting))]
-    before = _cpu_times()
+    psutil.cpu_percent()  # counts from here
+    start_s, own_s = time.monotonic(), _children_cpu_s()
     try:
         done = subprocess.run(
             command,
@@ -111,32 +113,23 @@ def run_measurement(
         raise MeasurementRunError(
             f"the short run in {run_dir} failed with exit code {done.returncode}:\n{output}"
         )
-    return contention_warning(before, _cpu_times())
+    cores_s = (time.monotonic() - start_s) * (psutil.cpu_count() or 1)
+    return contention_warning(psutil.cpu_percent() / 100, (_children_cpu_s() - own_s) / cores_s)
 
 
-class CpuTimes(NamedTuple):
-    """CPU time so far, in seconds."""
-
-    cores: float  # of all cores, idle or not
-    idle: float  # of them
-    own: float  # of child processes of this one that have ended, and of theirs
+def _children_cpu_s() -> float:
+    """CPU time of child processes that have ended, and of theirs."""
+    times = os.times()
+    return times.children_user + times.children_system
 
 
-def _cpu_times() -> CpuTimes:
-    cores, own = psutil.cpu_times(), os.times()
-    idle = cores.idle + getattr(cores, "iowait", 0.0)
-    busy = cores.user + cores.nice + cores.system + cores.irq + cores.softirq + cores.steal
-    return CpuTimes(busy + idle, idle, own.children_user + own.children_system)
-
-
-def contention_warning(before: CpuTimes, after: CpuTimes) -> str:
-    """A warning if, between two moments, the cores were all busy, and not only with child processes."""
-    cores, idle, own = (late - early for late, early in zip(after, before, strict=True))
-    foreign = max(0.0, cores - idle - own)
-    if cores <= 0 or cores - idle < _FULL_SHARE * cores or foreign < _FOREIGN_SHARE * cores:
+def contention_warning(busy: float, own: float) -> str:
+    """A warning if the cores were all busy, and not only with child processes; shares of their time."""
+    foreign = max(0.0, busy - own)
+    if busy < _FULL_SHARE or foreign < _FOREIGN_SHARE:
         return ""
     text = "this machine was busy while its costs were measured: other processes took "
-    return f"{text}{foreign / cores:.0%} of its cores' time, so the predicted step times are too long"
+    return f"{text}{foreign:.0%} of its cores' time, so the predicted step times are too long"
 
 
 def identify_run(run_dir: Path) -> dict[str, str]:
