@@ -148,9 +148,10 @@ class StageExplanation:
         """For `--format json`."""
         settings, cycle = self.settings, self.sent_per_cycle
         found: dict[str, Any] = {"stage": self.index, "kind": self.stage.name}
+        names = ["begin", "end", "takes_closure", "left_apart"]
         if settings is not None:
+            names += ["steps", "cycle", "patterns", "evaluations", "control_message_steps", "control_cycle"]
             found |= {
-                "steps": self.steps,
                 "sync": settings.sync.to_plain_data(),
                 "hooks": settings.hook_specs,
                 "buffers": settings.buffers.to_plain_data(),
@@ -158,21 +159,11 @@ class StageExplanation:
                 "mutate": settings.mutate and settings.mutate.to_plain_data(),
                 "update": settings.update and settings.update.to_plain_data(),
                 "gradients": settings.plan.gradients,
-                "cycle": self.cycle,
-                "patterns": json_value(self.patterns),
-                "evaluations": json_value(self.evaluations),
-                "control_message_steps": json_value(self.control_message_steps),
-                "control_cycle": self.control_cycle,
                 "mean_step": cycle.sizes(self.cycle),
             }
-        return found | {
-            "exchanges": [exchange.to_json_data() for exchange in self.exchanges],
-            "begin": json_value(self.begin),
-            "end": json_value(self.end),
-            "takes_closure": self.takes_closure,
-            "left_apart": self.left_apart,
-            "whole": json_value(self.sent_in_stage),
-        }
+        found |= {name: json_value(getattr(self, name)) for name in names}
+        found["exchanges"] = [exchange.to_json_data() for exchange in self.exchanges]
+        return found | {"whole": json_value(self.sent_in_stage)}
 
 
 @dataclass(frozen=True, slots=True)
