@@ -18,8 +18,8 @@ from ddprun.engine.model_with_loss import model_alone
 from ddprun.engine.turns import Turns, check_groups_of_turns
 from ddprun.engine.weights import has_train_eval_modes, parameter_groups
 from ddprun.parallel.ddp import sparse_parameters
+from ddprun.sync.buffers import trainable_parameters
 from ddprun.sync.exchanger import initialize_optimizer_state, requires_closure
-from ddprun.sync.frozen import trainable_parameters
 from ddprun.units import abbreviated_list
 
 

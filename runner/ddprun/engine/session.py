@@ -31,9 +31,8 @@ from ddprun.engine.stacks import HookStacksByStage
 from ddprun.engine.turns import Turns
 from ddprun.parallel.ranks import Ranks
 from ddprun.sync.audit import AuditResult
-from ddprun.sync.buffers import BufferSync
+from ddprun.sync.buffers import BufferSync, FrozenParameters
 from ddprun.sync.exchanger import ParameterExchanger
-from ddprun.sync.frozen import FrozenParameters
 from ddprun.sync.plan import ReplicaConsistency, is_due
 from ddprun.sync.synchronizer import Synchronizer
 from ddprun.telemetry.clock import Clock, GradientTimes

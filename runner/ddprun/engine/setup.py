@@ -41,9 +41,8 @@ from ddprun.host.pipeline_folder import prepare_imports
 from ddprun.parallel.ddp import DdpReplica
 from ddprun.parallel.ranks import Ranks
 from ddprun.standard_streams import print_stderr
-from ddprun.sync.buffers import BufferSync, merge_buffer_use
+from ddprun.sync.buffers import BufferSync, FrozenParameters, merge_buffer_use
 from ddprun.sync.exchanger import ParameterExchanger
-from ddprun.sync.frozen import FrozenParameters
 from ddprun.sync.plan import ReplicaConsistency
 from ddprun.sync.synchronizer import QueueRequirements, queue_requirements
 from ddprun.telemetry.clock import GradientTimes, clock_for

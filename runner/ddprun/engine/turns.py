@@ -16,7 +16,7 @@ from ddprun.engine.data import ErrorFactory
 from ddprun.engine.model_with_loss import model_alone
 from ddprun.engine.weights import matching_parameters, plain_name
 from ddprun.parallel.ddp import DdpReplica
-from ddprun.sync.frozen import trainable_parameters
+from ddprun.sync.buffers import trainable_parameters
 from ddprun.units import abbreviated_list
 from ddprun_hooks.buckets import BucketLayout
 

@@ -33,8 +33,7 @@ from ddprun.engine.turns import Turns, build_turns
 from ddprun.host.device import gpu_count
 from ddprun.host.pipeline_folder import prepare_imports
 from ddprun.parallel.ddp import DdpReplica, predict_bucket_layout, sparse_parameters
-from ddprun.sync.buffers import BufferUse
-from ddprun.sync.frozen import trainable_parameters
+from ddprun.sync.buffers import BufferUse, trainable_parameters
 from ddprun.units import format_count
 from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.comm.groups import RankGroup, RankPlacement

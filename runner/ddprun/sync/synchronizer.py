@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ddprun.sync.buffers import FrozenParameters
 from ddprun.sync.exchanger import ParameterExchanger, PendingExchange, average_optimizer_state
-from ddprun.sync.frozen import FrozenParameters
 from ddprun.sync.plan import DueTransfers, OuterOptimizer, PlanProgress, SyncPlan, Transfer
 from ddprun_hooks.buckets import TensorBuckets
 from ddprun_hooks.comm.groups import (

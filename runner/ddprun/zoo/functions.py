@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ddprun.sync.frozen import trainable_parameters
+from ddprun.sync.buffers import trainable_parameters
 
 
 def noise(model: nn.Module, *, std: float) -> None:
