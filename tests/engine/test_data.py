@@ -704,9 +704,10 @@ class Objects(Ids):
         ),
         (
             Objects(16),
-            "sample 0 is ((float, random.Random), int), and random.Random cannot be put into a batch; a "
-            "sample is made of tensors, NumPy arrays, numbers and text, and of tuples, lists and mappings of "
-            "these: convert it in the data set",
+            "samples do not fit into one batch: sample 0 is ((float, random.Random), int); default_collate: "
+            "batch must contain tensors, numpy arrays, numbers, dicts or lists; found <class "
+            "'random.Random'>; a sample is made of tensors, NumPy arrays, numbers and text, and of tuples, "
+            "lists and mappings of these: convert it in the data set",
         ),
     ],
 )

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torch.utils.data._utils import worker as loading_process
 
 from ddprun.config import Loader
-from ddprun.engine.samples import BatchError, Collate, SampleShard, collate, digest_of
+from ddprun.engine.samples import Collate, SampleShard, batch_or_raise, collate, digest_of
 from ddprun.engine.seeding import SeparateRng, seed_everything
 from ddprun.host.processes import die_with_parent
 from ddprun_hooks.comm.control import ControlChannel
@@ -217,7 +217,8 @@ class Feed:
             self._first_samples = [self.dataset[index] for index in indices], indices
         assert self._first_samples is not None
         samples, numbers = self._first_samples
-        return self._batch_or_raise(collate(samples[:max_samples], numbers[:max_samples], self.collate))
+        content = collate(samples[:max_samples], numbers[:max_samples], self.collate)
+        return batch_or_raise(content, self.make_error)
 
     def _peek_and_digest_samples(self) -> bytes:
         """Read an iterable dataset's first samples; gives their digest."""
@@ -267,11 +268,6 @@ class Feed:
                 if share is not self._share:
                     break
 
-    def _batch_or_raise(self, content: Any) -> Any:
-        if isinstance(content, BatchError):
-            raise self.make_error(content.problem, content.allowed)
-        return content
-
     # Map-style: the whole epoch is arithmetic, so a step's total is known before a sample is loaded.
 
     def _map_style_steps(self, accumulate: int) -> Iterator[StepBatches]:
@@ -316,7 +312,7 @@ class Feed:
     ) -> Iterator[MicroBatch]:
         for content in islice(batches, count):
             own = own_counts.popleft()
-            yield MicroBatch(self._batch_or_raise(content), own, own)
+            yield MicroBatch(batch_or_raise(content, self.make_error), own, own)
 
     def _own_epoch_samples(self) -> int:
         return len(self.dataset if self.sampler_order is None else self._epoch_indices())
@@ -385,7 +381,9 @@ class Feed:
         batches = self._rank_share_batches()
         while read := list(islice(batches, accumulate * len(self._sizes))):
             own_batches = chain.from_iterable(of_micro_batch for of_micro_batch, _ in read)
-            group = [MicroBatch(self._batch_or_raise(content), own, own) for content, own in own_batches]
+            group = [
+                MicroBatch(batch_or_raise(content, self.make_error), own, own) for content, own in own_batches
+            ]
             total = sum(of_all_ranks for _, of_all_ranks in read)
             if self.drop_last and total < self._least:
                 return
@@ -397,8 +395,8 @@ class Feed:
     def _sharded_iterable_steps(self, accumulate: int) -> Iterator[StepBatches]:
         batches = self._rank_share_batches()
         while True:
-            read = islice(batches, accumulate)
-            mine = [(self._batch_or_raise(content), samples) for ((content, samples),), _ in read]
+            read = [batch for (batch,), _ in islice(batches, accumulate)]
+            mine = [(batch_or_raise(content, self.make_error), samples) for content, samples in read]
             mine += [(None, 0)] * (accumulate - len(mine))
             counts = [[samples for _, samples in mine]]  # of every rank
             if self._control is not None:

@@ -36,7 +36,7 @@ from ddprun.engine.data import (
 )
 from ddprun.engine.objective import ForwardResult
 from ddprun.engine.preserve_state import preserve_state
-from ddprun.engine.samples import BatchError, collate, describe_tensor, digest_of
+from ddprun.engine.samples import batch_or_raise, collate, describe_tensor, digest_of
 from ddprun.engine.save import saved_step, write_weights_and_pipeline
 from ddprun.engine.session import Best, Session
 from ddprun.engine.stage_run import StageRun, averaged_weights, eval_model, make_buffers_equal
@@ -210,7 +210,8 @@ def try_evaluations(session: Session) -> None:
             seeding.seed_everything(runtime.loaded.pipeline.seed)  # ranks compare what they read
             samples = [data[index] for index in range(min(size, len(data)))]
             _require_equal_data(session, held_out, len(data), samples)
-            content = _checked(held_out, collate(samples, range(len(samples)), held_out.collate))
+            content = collate(samples, range(len(samples)), held_out.collate)
+            content = batch_or_raise(content, held_out.make_error)
             try:
                 _measure(session, [(content, len(samples))], metrics, wanted.gradients)
             except RuntimeError as error:
@@ -377,7 +378,7 @@ def _batches(session: Session, held_out: HeldOutData) -> Iterator[tuple[Any, int
     """This rank's share as (collated batch, samples that count): sample i goes to rank i modulo ranks."""
     batches = _iterable_batches if is_iterable(held_out.dataset) else _map_style_batches
     for content, samples in batches(session, held_out):
-        yield _checked(held_out, content), samples
+        yield batch_or_raise(content, held_out.make_error), samples
 
 
 def _until_stop(session: Session, batches: Iterable[_T]) -> Iterator[_T]:
@@ -394,12 +395,6 @@ def _until_stop(session: Session, batches: Iterable[_T]) -> Iterator[_T]:
             if stop:
                 raise _StopRequestedError
             look_after += max(1, int(_LOOK_EVERY_S / seconds))
-
-
-def _checked(held_out: HeldOutData, content: Any) -> Any:
-    if isinstance(content, BatchError):
-        raise held_out.make_error(content.problem, content.allowed)
-    return content
 
 
 def _map_style_batches(session: Session, held_out: HeldOutData) -> Iterator[tuple[Any, int]]:

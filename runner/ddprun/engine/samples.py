@@ -1,7 +1,7 @@
 """Samples: which are whose, how they become a batch, and whether ranks read the same."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -103,17 +103,19 @@ def _batch_error(samples: Sequence[Any], numbers: Sequence[int], error: Exceptio
             "give all samples one shape (resize, crop or pad them in the data set), or write "
             "loader: {batch_size: 1}",
         )
-    kinds = list(_uncollatable_types(samples[0]))
-    if kinds:
-        return BatchError(
-            f"{first}, and {kinds[0]} cannot be put into a batch",
-            "a sample is made of tensors, NumPy arrays, numbers and text, and of tuples, lists and mappings "
-            "of these: convert it in the data set",
-        )
     why, *_ = str(error).strip().splitlines() or [type(error).__name__]
     return BatchError(
-        f"samples do not fit into one batch: {first}; {why}", "change what the data set returns"
+        f"samples do not fit into one batch: {first}; {why}",
+        "a sample is made of tensors, NumPy arrays, numbers and text, and of tuples, lists and mappings of "
+        "these: convert it in the data set",
     )
+
+
+def batch_or_raise(content: Any, make_error: Callable[[str, str | None], Exception]) -> Any:
+    """What `collate` gives; a BatchError is raised as the error that `make_error` makes of it."""
+    if isinstance(content, BatchError):
+        raise make_error(content.problem, content.allowed)
+    return content
 
 
 def describe_tensor(tensor: Tensor) -> str:
@@ -135,17 +137,6 @@ def describe_sample(sample: Any) -> str:
         items = ", ".join(map(describe_sample, sample))
         return f"[{items}]" if isinstance(sample, list) else f"({items})"
     return torch.typename(type(sample))
-
-
-def _uncollatable_types(sample: Any) -> Iterator[str]:
-    if isinstance(sample, Mapping | tuple | list):
-        for value in sample.values() if isinstance(sample, Mapping) else sample:
-            yield from _uncollatable_types(value)
-    elif isinstance(sample, np.ndarray):
-        if sample.dtype.kind in "OSUV":
-            yield f"an array of {sample.dtype}"
-    elif not isinstance(sample, Tensor | np.generic | int | float | str | bytes):
-        yield describe_sample(sample)
 
 
 def digest_of(samples: Iterable[Any]) -> bytes:
