@@ -43,7 +43,7 @@ from ddprun.engine.evaluate import evaluate_in_stage, summary_of_evaluations
 from ddprun.engine.session import Session
 from ddprun.engine.stage_run import StageRun, begin_stage, end_stage, execute_action
 from ddprun.engine.state import report_checkpoints, take_checkpoint
-from ddprun.engine.turns import Turn, groups_of, only_groups_of
+from ddprun.engine.turns import Turn, only_groups_of
 from ddprun.parallel.ddp import DdpReplica
 from ddprun.sync.plan import is_due
 from ddprun.telemetry.recorder import AgreedSteps
@@ -155,7 +155,7 @@ class Update(NamedTuple):
 
     applied: bool
     norm: Tensor | None
-    group_norms: Sequence[Tensor] | None
+    group_norms: Mapping[int, Tensor]
 
 
 def train_step(run: StageRun, batches: StepBatches, stage_step: int) -> None:
@@ -202,9 +202,7 @@ def train_turns(
             of_turn, update = train_turn(run, turn, micro_batches, batches)
         results.append(of_turn)
         updates.append(update)
-    runtime.recorder.note_update(
-        runtime.optimizer.param_groups, *_combine_norms(runtime.optimizer, turns, updates)
-    )
+    note_update(run, updates)
     for of_turns in zip(*results, strict=True):
         micro, loss = of_turns[0].micro, reduce(torch.add, [one.loss for one in of_turns])
         values = mean_values(session, [one.values for one in of_turns])
@@ -333,8 +331,9 @@ def forward_step(update: UpdateFunction | None, run: StageRun, batches: StepBatc
     # An update changes the weights itself, or leaves gradients for the optimizer.
     if any(param.grad is not None for param in model.parameters()):
         with warmup_lr(runtime.optimizer, run.warmup_steps_done(stage_step), run.settings.warmup_steps):
-            applied, norm, group_norms = optimizer_step(run, from_backward=False)
-            recorder.note_update(runtime.optimizer.param_groups, norm, group_norms)
+            update_of_weights = optimizer_step(run, from_backward=False)
+            note_update(run, [update_of_weights])
+            applied = update_of_weights.applied
     if applied:
         after_update(run)
     recorder.lap("optimizer_us")
@@ -368,6 +367,19 @@ def optimizer_step(
     return Update(applied, norm, group_norms)
 
 
+def note_update(run: StageRun, updates: Sequence[Update]) -> None:
+    """Record rates, and the norms of all turns of a step together; None for a group whose turn is not due."""
+    groups, recorder = run.session.runtime.optimizer.param_groups, run.session.runtime.recorder
+    norms = [one.norm for one in updates if one.norm is not None]
+    total = of_groups = None
+    if len(norms) == len(updates):
+        total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+        if all(one.group_norms for one in updates):
+            measured = {key: norm for one in updates for key, norm in one.group_norms.items()}
+            of_groups = [measured.get(id(group)) for group in groups]
+    recorder.note_update(groups, total, of_groups)
+
+
 def after_update(run: StageRun) -> None:
     """What follows an update of the weights: the schedule's next step, and the weights' average (`ema`)."""
     ema, schedule = run.session.runtime.ema, run.session.state.schedule
@@ -396,60 +408,45 @@ def mean_values(session: Session, of_calls: Sequence[Mapping[str, Tensor]]) -> l
     return found
 
 
-def clip_gradients(run: StageRun) -> tuple[Tensor | None, list[Tensor] | None]:
-    """Clip the gradients; gives (total 2-norm, 2-norm of each parameter group) from before, shape () each.
+def clip_gradients(run: StageRun) -> tuple[Tensor | None, Mapping[int, Tensor]]:
+    """Clip the gradients; gives (total 2-norm, 2-norm of each parameter group by the group's id) from before,
+    shape () each.
 
-    None where not measured. Norms read all gradients once more, so they are measured in every n-th step
-    (`timings.grad_norm_every`). In the others there is only what `clip_norm` computes anyway, unless
+    None, or none, where not measured. Norms read all gradients once more, so they are measured in every n-th
+    step (`timings.grad_norm_every`). In the others there is only what `clip_norm` computes anyway, unless
     `clip_value` has changed the gradients before it.
     """
     settings, runtime = run.settings, run.session.runtime
     model, groups = runtime.model, runtime.optimizer.param_groups
-    norm = group_norms = None
+    norm, group_norms = None, dict[int, Tensor]()
     by_norm_alone = settings.clip_norm is not None and settings.clip_value is None
     clipping_measures_all = by_norm_alone and len(groups) == 1
     every = runtime.loaded.pipeline.timings.grad_norm_every
     if is_due(every, run.session.state.current_step) and not clipping_measures_all:
-        group_norms = _norms([_gradients(group["params"]) for group in groups])
-        if group_norms is not None:
-            norm = torch.linalg.vector_norm(torch.stack(group_norms))
+        group_norms = _norms(groups)
+        if group_norms:
+            norm = torch.linalg.vector_norm(torch.stack([*group_norms.values()]))
     if settings.clip_value is not None:
         torch.nn.utils.clip_grad_value_(model.parameters(), settings.clip_value)
     if settings.clip_norm is not None:
         total = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
         if by_norm_alone:
-            norm, group_norms = total, [total] if clipping_measures_all else group_norms
+            norm, group_norms = total, {id(groups[0]): total} if clipping_measures_all else group_norms
     return norm, group_norms
 
 
-def _norms(groups: Sequence[Sequence[Tensor]]) -> list[Tensor] | None:
-    """The 2-norm of each group of gradients, shape (); None if one is sparse, which has no norm in torch."""
-    every = [one for group in groups for one in group]
+def _norms(groups: Sequence[Mapping[str, Any]]) -> dict[int, Tensor]:
+    """The 2-norm of each parameter group's gradients; none if one is sparse, which has no norm in torch."""
+    gradients = {id(group): _gradients(group["params"]) for group in groups}
+    every = [one for of_group in gradients.values() for one in of_group]
     if not every or any(one.is_sparse for one in every):
-        return None
-    none = torch.zeros((), device=every[0].device)
-    return [torch.nn.utils.get_total_norm(group).float() if group else none for group in groups]
+        return {}
+    none, norm = torch.zeros((), device=every[0].device), torch.nn.utils.get_total_norm
+    return {key: norm(of_group).float() if of_group else none for key, of_group in gradients.items()}
 
 
 def _gradients(params: Iterable[Tensor]) -> list[Tensor]:
     return [param.grad for param in params if param.grad is not None]
-
-
-def _combine_norms(
-    optimizer: torch.optim.Optimizer, turns: Sequence[Turn], updates: Sequence[Update]
-) -> tuple[Tensor | None, Sequence[Tensor | None] | None]:
-    """As `clip_gradients`, for all turns of a step; None for a group whose turn is not due."""
-    if len(updates) == 1 and turns[0].name is None:
-        return updates[0].norm, updates[0].group_norms
-    norms = [one.norm for one in updates if one.norm is not None]
-    if len(norms) < len(updates):
-        return None, None
-    of_groups = dict[int, Tensor]()
-    for turn, update in zip(turns, updates, strict=True):
-        of_groups |= zip(map(id, groups_of(turn, optimizer)), update.group_norms or (), strict=False)
-    measured = all(one.group_norms is not None for one in updates)
-    of_each = [of_groups.get(id(group)) for group in optimizer.param_groups]
-    return torch.linalg.vector_norm(torch.stack(norms)), of_each if measured else None
 
 
 @contextmanager

@@ -90,13 +90,6 @@ class Turns:
         self.select(None)
 
 
-def groups_of(turn: Turn, optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The parameter groups of a turn; no group is of two turns of a stage (`check_groups_of_turns`)."""
-    if turn.name is None:
-        return optimizer.param_groups
-    return [group for group in optimizer.param_groups if _is_of(turn, group)]
-
-
 def _is_of(turn: Turn, group: Mapping[str, Any]) -> bool:
     return not {*map(id, turn.params.values())}.isdisjoint(map(id, group["params"]))
 
@@ -119,12 +112,14 @@ def group_names(loaded: LoadedPipeline, turns: Turns, optimizer: Optimizer, mode
 
 @contextmanager
 def only_groups_of(turn: Turn, optimizer: Optimizer) -> Iterator[None]:
-    """Inside, the optimizer has only the parameter groups of a turn, as the turn's own optimizer would."""
+    """Inside, the optimizer has only the parameter groups of a turn, as the turn's own optimizer would; no
+    group is of two turns of a stage (`check_groups_of_turns`).
+    """
     if turn.name is None:
         yield
         return
     everything = optimizer.param_groups
-    optimizer.param_groups = groups_of(turn, optimizer)
+    optimizer.param_groups = [group for group in everything if _is_of(turn, group)]
     try:
         yield
     finally:
