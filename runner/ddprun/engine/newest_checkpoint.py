@@ -103,9 +103,8 @@ def _assess_checkpoint(
             continue
         if checkpoint.nonfinite not in (None, folder.NONFINITE_LOSS):
             problem = f"{checkpoint.nonfinite} is not finite in it"
-            pipeline = runtime.loaded.pipeline
-            stages = [stage.effective_settings(pipeline) for stage in pipeline.stages_with_steps()]
-            if all(stage.on_nan == "stop" for stage in stages):
+            stages = runtime.loaded.pipeline.stages_and_settings()
+            if all(settings.on_nan == "stop" for _, settings in stages):
                 return _Skipped(location, step, problem)
             session.reporter.note(f"using the checkpoint of step {step}, though {problem}")
         as_now = runtime.ranks.size, hook_state_partitioning(runtime)

@@ -213,8 +213,8 @@ def check_closure(loaded: LoadedPipeline, optimizer: Optimizer) -> None:
     if not takes_closure(loaded, optimizer):
         return
     name = f'"optimizer: {loaded.pipeline.optimizer.name}", which takes a closure'
-    for stage in loaded.pipeline.stages_with_steps():
-        settings, path, why = stage.effective_settings(loaded.pipeline), "", ""
+    for stage, settings in loaded.pipeline.stages_and_settings():
+        path = why = ""
         if settings.turns:
             path, why = f"{stage.path}.turns", "a closure is of one loss"
         elif settings.update is not None:
@@ -251,9 +251,9 @@ def _check_sparse(
                 if both[0] is not both[1]:
                     text += "; a group with optimizer: others can have the embedding"
                 raise chosen.error(str(error), text) from None
-    for stage in loaded.pipeline.stages_with_steps() if sparse else ():
+    for stage, settings in loaded.pipeline.stages_and_settings() if sparse else ():
         for key in ("clip_norm", "clip_value"):
-            if getattr(stage.effective_settings(loaded.pipeline), key) is not None:
+            if getattr(settings, key) is not None:
                 text = "torch clips no sparse gradients, and an embedding of the model has sparse=True"
                 raise loaded.error(stage.key_path(key), text, "remove one of the two")
 
@@ -266,13 +266,12 @@ def settings_of_stages(
     schedule-free ones count their steps there.
     """
     found: dict[int, list[dict[str, Any]]] = {}
-    for stage in loaded.pipeline.stages_with_steps():
+    for stage, effective in loaded.pipeline.stages_and_settings():
         made = optimizer
         if "optimizer" in stage.model_fields_set and stage.optimizer is not None:
             made = build_optimizer(loaded, model, turns, stage.optimizer, f"{stage.path}.optimizer")
         found[stage.index] = [dict(group) for group in made.param_groups]
-        warmup_steps = stage.effective_settings(loaded.pipeline).warmup_steps
-        if warmup_steps and any(group.get("lr") is None for group in found[stage.index]):
+        if effective.warmup_steps and any(group.get("lr") is None for group in found[stage.index]):
             text = f'"{type(made).__name__}" has no learning rate that could rise: "lr" is null or not there'
             raise loaded.error(stage.key_path("warmup_steps"), text, "remove it, or give the optimizer an lr")
     kept = {"lr", "betas", "momentum"}  # which schedules change

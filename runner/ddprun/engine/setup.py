@@ -300,9 +300,7 @@ def _open_exchange(
     backend: str,
     stacks: HookStacksByStage,
 ) -> Exchange:
-    stages = [
-        (stage, stage.effective_settings(loaded.pipeline)) for stage in loaded.pipeline.stages_with_steps()
-    ]
+    stages = loaded.pipeline.stages_and_settings()
     all_ranks, in_hosts = stacks.all_ranks, stacks.within_hosts
     needed = QueueRequirements.of_stages(
         queue_requirements(settings.plan, all_ranks[stage.index], in_hosts[stage.index], ranks.size)

@@ -84,9 +84,8 @@ def open_stacks(loaded: LoadedPipeline) -> HookStacksByStage:
     """Make the hooks of every stage that takes steps; a PipelineError names one that cannot be made."""
     opened = HookStacksByStage()
     names: dict[tuple[str, bool], str] = {}
-    for stage in loaded.pipeline.stages_with_steps():
-        hooks = stage.effective_settings(loaded.pipeline).hooks
-        path = stage.key_path("hooks")
+    for stage, settings in loaded.pipeline.stages_and_settings():
+        hooks, path = settings.hooks, stage.key_path("hooks")
         for inside, stacks in ((False, opened.all_ranks), (True, opened.within_hosts)):
             wanted = repr([hook.to_plain_data() for hook in hooks]), inside
             if wanted not in names:

@@ -215,9 +215,8 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
 
 def update_steps_of_run(session: Session) -> int | None:
     """Steps of all stages that update the weights; None where nobody can know."""
-    pipeline, total = session.runtime.loaded.pipeline, 0
-    for stage in pipeline.stages_with_steps():
-        settings = stage.effective_settings(pipeline)
+    total = 0
+    for stage, settings in session.runtime.loaded.pipeline.stages_and_settings():
         steps = session.runtime.feeds.steps_of(stage.index, settings)
         if steps is None:
             return None

@@ -50,11 +50,8 @@ class Turns:
 
     def exchanging(self, loaded: LoadedPipeline) -> list[Turn]:
         """Those in which ranks exchange gradients, each once, in the order of their buckets' numbers."""
-        of_stages = [
-            (stage.effective_settings(loaded.pipeline), self.by_stage[stage.index])
-            for stage in loaded.pipeline.train_stages()
-        ]
-        wanted = {turn for settings, turns in of_stages if settings.plan.gradients for turn in turns}
+        stages = loaded.pipeline.stages_and_settings()
+        wanted = {turn for stage, one in stages if one.plan.gradients for turn in self.by_stage[stage.index]}
         return [turn for turn in self.all() if turn in wanted]
 
     @property
@@ -138,8 +135,7 @@ def build_turns(loaded: LoadedPipeline, model: nn.Module) -> Turns:
     def share(turn: Turn) -> Turn:
         return known.setdefault(turn.key, turn)
 
-    for stage in loaded.pipeline.stages_with_steps():
-        settings = stage.effective_settings(loaded.pipeline)
+    for stage, settings in loaded.pipeline.stages_and_settings():
         frozen = matching(stage.key_path("freeze"), settings.freeze)
         left = {name: param for name, param in found.trained.items() if param not in frozen}
         if not settings.turns:
@@ -174,7 +170,7 @@ def _check_forward_takes_turn(loaded: LoadedPipeline, path: str, model: nn.Modul
         text += " takes no argument called turn"
         raise loaded.error(path, text, "give it one, and return the loss of the turn of that name")
     pipeline = loaded.pipeline
-    without = any(not stage.effective_settings(pipeline).turns for stage in pipeline.stages_with_steps())
+    without = any(not settings.turns for _, settings in pipeline.stages_and_settings())
     if turn is not None and turn.default is turn.empty and (without or any(find_evaluations(pipeline))):
         text += " needs the argument turn, which evaluations and stages without turns do not pass"
         raise loaded.error(path, text, "give turn a default value")

@@ -139,8 +139,7 @@ class TrafficSimulator:
     def __init__(self, loaded: LoadedPipeline, world: WorldShape, device: torch.device) -> None:
         self._loaded, self.world, self._device = loaded, world, device
         needed: list[QueueRequirements] = []
-        for stage in loaded.pipeline.stages_with_steps():
-            settings = stage.effective_settings(loaded.pipeline)
+        for stage, settings in loaded.pipeline.stages_and_settings():
             stacks = self._hook_stack(stage), self._hook_stack(stage, inside_host=True)
             needed.append(queue_requirements(settings.plan, *stacks, world.ranks))
             self._check_placement(stage, stacks[0], merge_requirements(needed[-1]))
