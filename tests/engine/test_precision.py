@@ -22,7 +22,7 @@ OPTIMIZERS: dict[str, Any] = {
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("value", [1.0, float("inf")])
 def test_a_step_with_loss_scaling_reads_one_number_of_the_device(kind: str, value: float) -> None:
-    """Whether it was skipped; torch's own scaler reads as much, and a fused optimizer looks itself."""
+    """Whether a gradient was not finite; torch's own scaler reads as much."""
     param = torch.zeros(3, requires_grad=True)
     optimizer = OPTIMIZERS[kind]([param])
     precision = Precision("fp16", torch.device("cpu"))

@@ -54,20 +54,12 @@ class Scaler(torch.amp.GradScaler):
 
     def step_and_update(self, optimizer: Optimizer) -> bool:
         """Step, unless a gradient is not finite, and move the scale; whether it did. Waits for the device."""
-        self._stepped: bool | None = None
-        self.step(optimizer)
-        if self._stepped is None:  # a fused optimizer looks itself, on the device
-            self._stepped = self._no_inf_found(self._per_optimizer_states[id(optimizer)])
+        found_inf = self._found_inf_per_device(optimizer)  # by `unscale_`
+        finite = not sum(found.item() for found in found_inf.values())
+        if finite:
+            optimizer.step()
         self.update()
-        return self._stepped
-
-    def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
-        self._stepped = self._no_inf_found(optimizer_state)
-        return optimizer.step(*args, **kwargs) if self._stepped else None
-
-    @staticmethod
-    def _no_inf_found(optimizer_state: Mapping[str, Any]) -> bool:
-        return not sum(found.item() for found in optimizer_state["found_inf_per_device"].values())
+        return finite
 
 
 class Precision:
