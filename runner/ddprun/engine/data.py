@@ -96,8 +96,7 @@ class Feed:
         self.batch_size, self.shuffle, self.drop_last = loader.batch_size, loader.shuffle, loader.drop_last
         self.sharded, self._workers = loader.sharded, loader.workers
         self._share = SampleShard(self.rank, self.world_size, loader.sharded)
-        self._sizes = micro_batch_sizes(loader, self.world_size)
-        self._least = loader.global_batch or self._sizes[0]  # `drop_last` drops what is less
+        self.set_shares(())
         self._loader_options: dict[str, Any] = {"pin_memory": self.pin, **dataloader_options(loader.workers)}
         self.epoch = 0  # an epoch that is used up is left when the next step is asked for
         self._consumed_samples = 0  # samples of the epoch, of all ranks, as if every rank's batches were full
@@ -164,9 +163,9 @@ class Feed:
         share = replace(self._share, shares=tuple(shares), local_batch=local_batch)
         if share != self._share:
             self._share = share
-            in_round = local_batch is not None
-            self._sizes = [sum(shares)] if in_round else micro_batch_sizes(self.loader, self.world_size)
-            self._least = self.loader.global_batch or local_batch or self._sizes[0]
+        in_round = local_batch is not None
+        self._sizes = [sum(shares)] if in_round else micro_batch_sizes(self.loader, self.world_size)
+        self._least = self.loader.global_batch or local_batch or self._sizes[0]  # `drop_last` drops less
 
     def _samples_left(self, consumed: int | None = None) -> int:
         """Samples that the epoch still uses after `consumed`, or from here; 0 if the data became shorter."""
@@ -542,7 +541,8 @@ class _RankShareDataset(IterableDataset[tuple[list[tuple[Any, int]], int]]):
         at = self.skip
         for micro, size in enumerate(cycle(self.sizes)):
             items = list(islice(samples, size))
-            if not items or (len(items) < self.share.samples_read_per_own and micro == self.skip == 0):
+            too_few = len(items) < (1 if self.share.sharded else self.share.ranks)
+            if not items or (too_few and micro == self.skip == 0):
                 return  # the end, or too few for every rank to have had a batch at all
             least = self.share.local_batch or size
             if self.drop_last:

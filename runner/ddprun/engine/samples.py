@@ -32,11 +32,6 @@ class SampleShard:
     local_batch: int | None = None
     """A micro-batch is a round: each rank's share of it are whole batches of so many samples."""
 
-    @property
-    def samples_read_per_own(self) -> int:
-        """How many samples a rank reads for each of its own."""
-        return 1 if self.sharded else self.ranks
-
     def of(self, read: Sequence[_T]) -> Sequence[_T]:
         """This rank's samples of those read, which begin with those of rank 0 if ranks read the same. With
         `shares` they are those of one global micro-batch, or of the first part of one.
