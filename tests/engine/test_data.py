@@ -260,7 +260,9 @@ def test_batches_of_tensors_are_those_of_torchs_default_collate(kind: type[Tenso
     """Values, shapes, types and layout in memory; also of views, and for indices from the end."""
     data = kind(torch.randn(3, 4, 9).permute(2, 1, 0), torch.arange(9), torch.rand(9, 1).half() > 0.5)
     indices = [3, 0, -1, 3]
-    made, wanted = BatchDataset(data, None)[indices], default_collate([data[index] for index in indices])
+    made, own = BatchDataset(data, None)[indices, 2]
+    wanted = default_collate([data[index] for index in indices])
+    assert own == 2
     assert type(made) is type(wanted)
     for one, other in zip(made, wanted, strict=True):
         assert (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
-from itertools import chain, cycle, islice
+from itertools import chain, cycle, islice, starmap
 from typing import Any
 
 import torch
@@ -267,18 +267,20 @@ class Feed:
                 if share is not self._share:
                     break
 
+    def _micro_batch(self, content: Any, own: int) -> MicroBatch:
+        return MicroBatch(batch_or_raise(content, self.make_error), own, own)
+
     # Map-style: the whole epoch is arithmetic, so a step's total is known before a sample is loaded.
 
     def _map_style_steps(self, accumulate: int) -> Iterator[StepBatches]:
         if not self._samples_left():
             return
-        order, consumed, own_counts = self._epoch_indices(), self._consumed_samples, deque[int]()
+        order, consumed = self._epoch_indices(), self._consumed_samples
 
-        def indices_of_batches() -> Iterator[Sequence[int]]:
+        def indices_of_batches() -> Iterator[tuple[Sequence[int], int]]:
             for start, size in chain.from_iterable(self._plan_steps(consumed, accumulate)):
                 for mine in self._share.batches(self._indices_read(order, start, size)):
-                    own_counts.append(len(mine))
-                    yield mine or self._padding_indices(order, start)
+                    yield mine or self._padding_indices(order, start), len(mine)
 
         batches = iter(
             DataLoader(
@@ -292,7 +294,7 @@ class Feed:
             total = sum(self._global_micro_batch_size(start, size) for start, size in step)
             count = sum(len(self._share.batches(range(size))) for _, size in step)
             self._consumed_samples = sum(step[-1])
-            yield StepBatches(self._load_micro_batches(batches, count, own_counts), count, total)
+            yield StepBatches(starmap(self._micro_batch, islice(batches, count)), count, total)
 
     def _plan_steps(self, consumed: int, accumulate: int) -> Iterator[list[tuple[int, int]]]:
         """The steps from there to the epoch's end, as micro-batches of all ranks: their starts and sizes."""
@@ -305,13 +307,6 @@ class Feed:
                 if consumed >= end:
                     break
             yield step
-
-    def _load_micro_batches(
-        self, batches: Iterator[Any], count: int, own_counts: deque[int]
-    ) -> Iterator[MicroBatch]:
-        for content in islice(batches, count):
-            own = own_counts.popleft()
-            yield MicroBatch(batch_or_raise(content, self.make_error), own, own)
 
     def _own_epoch_samples(self) -> int:
         return len(self.dataset if self.sampler_order is None else self._epoch_indices())
@@ -380,9 +375,7 @@ class Feed:
         batches = self._rank_share_batches()
         while read := list(islice(batches, accumulate * len(self._sizes))):
             own_batches = chain.from_iterable(of_micro_batch for of_micro_batch, _ in read)
-            group = [
-                MicroBatch(batch_or_raise(content, self.make_error), own, own) for content, own in own_batches
-            ]
+            group = list(starmap(self._micro_batch, own_batches))
             total = sum(of_all_ranks for _, of_all_ranks in read)
             if self.drop_last and total < self._least:
                 return
@@ -494,7 +487,7 @@ class _PeekableStream:
 
 
 class BatchDataset(Dataset[Any]):
-    """Batches of a map-style dataset, by their lists of indices; a `BatchError` where samples do not fit.
+    """Batches of a map-style dataset, each with its samples that count; a `BatchError` where they do not fit.
 
     What a loading process draws for a batch depends on the batch alone: not on how many processes there are,
     nor on where in the epoch they started. Without a seed it is loaded in the training process.
@@ -505,15 +498,16 @@ class BatchDataset(Dataset[Any]):
         # A class derived from it may read its samples in another way.
         self._tensors = dataset.tensors if type(dataset) is TensorDataset and collate is None else None
 
-    def __getitem__(self, indices: list[int]) -> Any:
+    def __getitem__(self, batch: tuple[Sequence[int], int]) -> tuple[Any, int]:
+        indices, own = batch
         if self.seed is not None:
             seed_everything((self.seed * len(self.dataset) + indices[0]) % 2**63)
         if self._tensors is not None:  # what `default_collate` makes, without an object for each sample
             at = torch.tensor(indices)
-            return [tensor[at].contiguous() for tensor in self._tensors]
+            return [tensor[at].contiguous() for tensor in self._tensors], own
         if hasattr(self.dataset, "__getitems__"):
-            return collate(list(self.dataset.__getitems__(indices)), indices, self.collate)
-        return collate([self.dataset[index] for index in indices], indices, self.collate)
+            return collate(list(self.dataset.__getitems__(indices)), indices, self.collate), own
+        return collate([self.dataset[index] for index in indices], indices, self.collate), own
 
 
 @dataclass(eq=False)

@@ -401,15 +401,14 @@ def _map_style_batches(session: Session, held_out: HeldOutData) -> Iterator[tupl
     runtime, dataset, loader = session.runtime, held_out.dataset, session.runtime.loaded.pipeline.loader
     rank, ranks = runtime.ranks.rank, runtime.ranks.size
     _require_equal_data(session, held_out, len(dataset), ())  # which may have grown
-    passes = list(passes_of_rank(range(len(dataset)), loader.batch_size, rank, ranks))
-    batches = DataLoader(
+    passes = passes_of_rank(range(len(dataset)), loader.batch_size, rank, ranks)
+    yield from DataLoader(
         BatchDataset(dataset, None, held_out.collate),
-        sampler=[list(batch) for batch, _ in passes],
+        sampler=[(list(batch), count) for batch, count in passes],
         generator=torch.Generator(),
         pin_memory=runtime.device.type == "cuda",
         **dataloader_options(loader.workers),
     )
-    yield from zip(batches, [count for _, count in passes], strict=True)
 
 
 def _iterable_batches(session: Session, held_out: HeldOutData) -> Iterator[tuple[Any, int]]:
