@@ -289,8 +289,8 @@ def test_drop_last_leaves_out_the_smaller_batch() -> None:
 @pytest.mark.parametrize(
     ("size", "changes", "message"),
     [
-        (7, {"drop_last": True}, "7 samples are fewer than one step needs: 8"),
-        (1, {}, "1 samples are too few for 2 ranks"),
+        (7, {"drop_last": True}, "7 samples are fewer than one step of 2 ranks needs: 8"),
+        (1, {}, "1 samples are fewer than one step of 2 ranks needs: 2"),
     ],
 )
 def test_too_little_data_is_told_before_the_first_step(

@@ -134,11 +134,15 @@ class Feed:
                     problem = f"loader.sampler yields other indices on rank {differing[0]} than on rank 0"
                     allowed = "have it draw from torch, NumPy or random, which are seeded alike on all ranks"
                     raise self.make_error(problem, allowed)
-            self._lengths = all_gather_number(control, self._own_epoch_samples(), "the data sets' lengths")
+            lengths = all_gather_number(control, self._own_epoch_samples(), "the data sets' lengths")
+            self._lengths = lengths
             if self.sharded:
                 self._check_length()
-            else:
-                require_equal_lengths(self._lengths, self.make_error)
+            elif min(lengths) != max(lengths):
+                other = next(rank for rank, length in enumerate(lengths) if length != lengths[0])
+                counts = f"{lengths[0]} samples on rank 0 and {lengths[other]} on rank {other}"
+                allowed = "give every rank the same data set, or write loader: {sharded: true} if it shards"
+                raise self.make_error(f"the data set has {counts}", f"{allowed} itself")
         return control.differing_ranks(first_digest, "a digest of the first samples")
 
     def begins_anew(self) -> bool:
@@ -356,17 +360,12 @@ class Feed:
         return self._rank_indices(order, 0, self._sizes[0])[:largest] or order[:1]
 
     def _check_length(self) -> None:
-        size, problem = self._nominal_epoch_samples, None
+        size, least = self._nominal_epoch_samples, self._least if self.drop_last else self.world_size
         if self.sharded and not min(self._lengths):
             problem = f"rank {self._lengths.index(0)}'s part of the data has no sample"
-        elif self.drop_last and size < self._least:
-            made_of = f"batch_size {self.batch_size} x {self.world_size} ranks"
-            problem = f"{size} samples are fewer than one step needs: {self._least} "
-            problem += f"({'global_batch' if self.loader.global_batch else made_of}), and drop_last drops a "
-            problem += "smaller batch"
-        elif size < self.world_size:
-            problem = f"{size} samples are too few for {self.world_size} ranks: each needs at least one"
-        if problem is not None:
+            raise self.make_error(problem, _FEWER_RANKS)
+        if size < least:
+            problem = f"{size} samples are fewer than one step of {self.world_size} ranks needs: {least}"
             raise self.make_error(problem, _FEWER_RANKS)
 
     # Iterable: every rank reads the whole stream and takes its share, so all know when it ends.
@@ -585,12 +584,3 @@ def _kill_worker_on_rank_exit(worker: int) -> None:
 def all_gather_number(control: ControlChannel, number: int, what: str) -> list[int]:
     """Every rank's number; `what` is for diagnoses."""
     return [int(one) for one in control.all_gather([float(number)], what)[:, 0].tolist()]
-
-
-def require_equal_lengths(lengths: Sequence[int], make_error: ErrorFactory) -> None:
-    """Refuse data that ranks share and that is not equally long on all of them."""
-    other = next((rank for rank, length in enumerate(lengths) if length != lengths[0]), None)
-    if other is not None:
-        problem = f"the data set has {lengths[0]} samples on rank 0 and {lengths[other]} on rank {other}"
-        allowed = "give every rank the same data set, or write loader: {sharded: true} if it shards itself"
-        raise make_error(problem, allowed)
