@@ -157,8 +157,8 @@ def test_best_and_early_stop_are_agreed_and_survive_a_kill(tmp_path: Path) -> No
     assert (stopped["stage"], stopped["step"], stopped["best_step"]) == (0, 25, 5)
     newest = max((whole / "checkpoints").glob("step-*"))
     states = [json.loads((newest / f"rank-{rank:05}.json").read_text()) for rank in range(4)]
-    assert all("evaluations" in state for state in states)
-    assert len({json.dumps(state["evaluations"]) for state in states}) == 1
+    assert all("results" in state for state in states)
+    assert len({json.dumps(state["results"]) for state in states}) == 1
 
     broken = tmp_path / "broken"
     launch(broken, STOPPED, 4, kill="2 36", code=1)

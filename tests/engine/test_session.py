@@ -16,7 +16,7 @@ from ddprun.config import load
 from ddprun.engine.failures import FailureContext, open_ranks
 from ddprun.engine.interrupts import SignalRequests
 from ddprun.engine.loop import sync_after_step, train_step
-from ddprun.engine.session import RunComponents, RunState, Session
+from ddprun.engine.session import Best, Results, RunComponents, RunState, Session
 from ddprun.engine.setup import build_session
 from ddprun.engine.stage_run import StageRun, begin_stage
 from ddprun.engine.state import collect_state, restore
@@ -94,22 +94,27 @@ def second_part(folder: Path) -> list[bytes]:
     return bits(session)
 
 
+BEST = Best(metric="loss", value=0.5, step=1)
+AUDIT = AuditResult(differing=("weight",), odd_ranks=(1,), largest_distance=0.5, farthest="weight")
 CHANGES: dict[str, Callable[[RunState], object]] = {
     "step": lambda state: setattr(state, "step", state.step + 1),
-    "loss": lambda state: setattr(state, "loss", 0.5),
-    "values": lambda state: setattr(state, "values", {"recon": 0.5}),
-    "metrics": lambda state: setattr(state, "metrics", {"accuracy": 0.5}),
+    "results.loss": lambda state: setattr(state.results, "loss", 0.5),
+    "results.values": lambda state: setattr(state.results, "values", {"recon": 0.5}),
+    "results.metrics": lambda state: setattr(state.results, "metrics", {"accuracy": 0.5}),
+    "results.evaluated_step": lambda state: setattr(state.results, "evaluated_step", 3),
+    "results.kept": lambda state: setattr(state.results, "kept", BEST),
+    "results.best": lambda state: setattr(state.results, "best", BEST),
+    "results.since_best": lambda state: setattr(state.results, "since_best", 2),
+    "results.last_audit": lambda state: setattr(state.results, "last_audit", AUDIT),
+    "results.farthest_apart": lambda state: setattr(state.results, "farthest_apart", 0.5),
     "cursor": lambda state: setattr(state.cursor, "first_epoch", 3),
     "replicas": lambda state: setattr(state.replicas, "mutated_at", 3),
     "outer_momentum": lambda state: state.outer_momentum.update(weight=torch.ones(2)),
-    "last_audit": lambda state: setattr(state, "last_audit", AuditResult((), (), 0.0, "")),
-    "farthest_apart": lambda state: setattr(state, "farthest_apart", 0.5),
-    "evaluations": lambda state: setattr(state.evaluations, "since", 2),
     "synchronizer": lambda state: setattr(state, "synchronizer", None),
     "schedule": lambda state: setattr(state, "schedule", None),
     "loaded_schedule": lambda state: setattr(state, "loaded_schedule", {"last_epoch": 0}),
 }
-"""By field of the state: a change of it."""
+"""By field of the state, and of what is inside `results`: a change of it."""
 
 
 def changed_parts(folder: Path) -> dict[str, list[str]]:
@@ -137,7 +142,8 @@ def test_a_checkpoint_holds_every_field_of_the_state(tmp_path: Path) -> None:
     """
     prepare(tmp_path, "[]", "{local_sgd: {every: 4}}", "schedule: CosineAnnealingLR")
     (found,) = as_processes(1, changed_parts, tmp_path)
-    assert {field.name for field in fields(RunState)} == {*CHANGES, "resume_state"}
+    fields_of_state = {field.name for field in fields(RunState)} - {"resume_state", "results"}
+    assert fields_of_state | {f"results.{name}" for name in Results.model_fields} == {*CHANGES}
     assert found.pop("not reset") == ["sync"]
     assert found.pop("not restored") == []
     assert [name for name, parts in found.items() if not parts] == []

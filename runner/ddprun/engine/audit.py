@@ -44,8 +44,8 @@ def audit_parameters(
         farthest=result.farthest or None,
         differing=len(result.differing),
     )
-    state.last_audit = result
-    state.farthest_apart = max(state.farthest_apart, result.largest_distance)
+    state.results.last_audit = result
+    state.results.farthest_apart = max(state.results.farthest_apart, result.largest_distance)
     if not drifted:
         reporter.report_audit(result, step, at_end=at_end)
         return

@@ -87,7 +87,7 @@ def evaluate_in_stage(run: StageRun, *, at_end: bool = False) -> bool:
     False: a rank was asked to stop meanwhile, and nothing was measured; at the end all is.
     """
     session, stage, state = run.session, run.stage, run.session.state
-    evaluations, wanted = state.evaluations, stage.evaluate
+    wanted = stage.evaluate
     assert wanted is not None, "the stage evaluates"
     with eval_model(session):
         held_out = session.runtime.held_out
@@ -96,7 +96,7 @@ def evaluate_in_stage(run: StageRun, *, at_end: bool = False) -> bool:
             found, _ = evaluate_metrics(session, held_out, wanted, path, to_its_end=at_end)
         except _StopRequestedError:
             return False
-        evaluations.step = state.step
+        state.results.evaluated_step = state.step
         shown = _record_and_format_metrics(session, stage, found)
         session.reporter.note(f"{stage.name}: step {state.step}, held-out {shown}")
         if stage.keep_best is not None:
@@ -112,9 +112,9 @@ def evaluate_in_stage(run: StageRun, *, at_end: bool = False) -> bool:
 
 def summary_of_evaluations(run: StageRun) -> dict[str, Any]:
     """What a stage's entry in the summary says of its evaluations."""
-    state = run.session.state
-    best, at_end = state.evaluations.best, state.evaluations.step == state.step
-    found: dict[str, Any] = {"metrics": state.metrics if at_end else None}
+    results, step = run.session.state.results, run.session.state.step
+    best, at_end = results.best, results.evaluated_step == step
+    found: dict[str, Any] = {"metrics": results.metrics if at_end else None}
     if run.stage.stop is not None:
         found |= {"stopped_early": run.stopped_early, "best": best and best.model_dump()}
     return found
@@ -123,7 +123,7 @@ def summary_of_evaluations(run: StageRun) -> dict[str, Any]:
 def _keep_if_best(session: Session, wanted: KeepBest, found: Mapping[str, float]) -> None:
     """Write the weights, if they are the best so far. If that fails, the next that are better are written."""
     runtime, state, events = session.runtime, session.state, session.reporter.events
-    value, kept = found[wanted.metric], state.evaluations.kept
+    value, kept = found[wanted.metric], state.results.kept
     before = kept.value if kept is not None and kept.metric == wanted.metric else None
     if not wanted.improves(value, before):
         return
@@ -137,7 +137,7 @@ def _keep_if_best(session: Session, wanted: KeepBest, found: Mapping[str, float]
     written = runtime.exchange.control.all_gather([problem is None], "rank 0's file")[0, 0]
     about = {"step": state.step, "metric": wanted.metric, "value": value, "file": BEST_FILE}
     if written:
-        state.evaluations.kept = Best(metric=wanted.metric, value=value, step=state.step)
+        state.results.kept = Best(metric=wanted.metric, value=value, step=state.step)
         events.info("best_kept", **about)
     else:
         events.warning("best_not_kept", **about, reason=problem)
@@ -148,11 +148,11 @@ def discard_stale_best(session: Session) -> None:
     """In a resumed run, forget the best weights if their file is gone, or is of a step after the checkpoint:
     these steps are taken again, perhaps with other settings. Such a file is removed, as their records are.
     """
-    runtime, evaluations = session.runtime, session.state.evaluations
+    runtime, results = session.runtime, session.state.results
     step = runtime.ranks.from_rank_0("resume/best", partial(saved_step, runtime.run_dir, BEST_FILE))
-    if evaluations.kept is not None and evaluations.kept.step == step:
+    if results.kept is not None and results.kept.step == step:
         return
-    evaluations.kept = None
+    results.kept = None
     if step is not None:
         if runtime.ranks.rank == 0:
             for name in (BEST_FILE, f"{BEST_FILE}.yaml"):
@@ -162,14 +162,14 @@ def discard_stale_best(session: Session) -> None:
 
 
 def _update_early_stop(run: StageRun, wanted: EarlyStop, value: float) -> None:
-    session, state, evaluations = run.session, run.session.state, run.session.state.evaluations
-    best = evaluations.best
+    session, state, results = run.session, run.session.state, run.session.state.results
+    best = results.best
     if best is not None and best.metric != wanted.metric:
         best = None  # a resumed run goes by another one
     if wanted.improves(value, None if best is None else best.value, by=wanted.min_delta):
-        evaluations.best, evaluations.since = Best(metric=wanted.metric, value=value, step=state.step), 0
+        results.best, results.since_best = Best(metric=wanted.metric, value=value, step=state.step), 0
         return
-    evaluations.since += 1
+    results.since_best += 1
     if run.stopped_early:
         by = f" by more than {wanted.min_delta:g}" if wanted.min_delta else ""
         about = {"metric": wanted.metric, "best": best and best.value, "best_step": best and best.step}
@@ -183,7 +183,7 @@ def _update_early_stop(run: StageRun, wanted: EarlyStop, value: float) -> None:
 def _record_and_format_metrics(session: Session, stage: Stage, found: dict[str, float]) -> str:
     """Hand on what was measured; gives it as text."""
     state, reporter = session.state, session.reporter
-    state.metrics = found
+    state.results.metrics = found
     reporter.trackers.log_eval_metrics(state.step, found)
     reporter.events.info("evaluated", stage=stage.index, step=state.step, **found)
     return ", ".join(f"{name} {value:.4f}" for name, value in found.items())

@@ -87,7 +87,7 @@ def run_stage(session: Session, stage: StepStage) -> dict[str, Any]:
     runtime.profiler.stop(state.step)  # what lies between stages belongs to no step
     if end == "complete":
         end_stage(run)
-        if stage.evaluate is not None and state.evaluations.step != state.step:
+        if stage.evaluate is not None and state.results.evaluated_step != state.step:
             with excluded_from_timing(run, b"evaluate"):
                 evaluate_in_stage(run, at_end=True)
     else:
@@ -103,7 +103,7 @@ def run_stage(session: Session, stage: StepStage) -> dict[str, Any]:
         "seconds": state.cursor.seconds,
         "sync": run.settings.sync.to_plain_data(),
         "hooks": list(runtime.stacks.all_ranks[stage.index].names),
-        "loss": state.loss,
+        "loss": state.results.loss,
         "interrupted": end != "complete",
     }
     return entry | ({} if stage.evaluate is None else summary_of_evaluations(run))

@@ -80,18 +80,18 @@ def _nonfinite_message(session: Session) -> str:
 
 def summarize(session: Session, status: Status) -> Summary:
     """Add up all ranks; called by all of them. Times are means over ranks, in seconds."""
-    runtime, state, audit = session.runtime, session.state, session.state.last_audit
+    runtime, state, results = session.runtime, session.state, session.state.results
     nonfinite = runtime.finite_check.first_nonfinite
     mine = [*runtime.recorder.totals.values()]
     rows = runtime.exchange.control.all_gather(mine, "totals for the summary").tolist()
     totals = [dict(zip(TOTALS, row, strict=True)) for row in rows]
-    stages, kept = state.cursor.entries, state.evaluations.kept
+    stages, kept, audit = state.cursor.entries, results.kept, results.last_audit
     return Summary(
         status=status,
         steps=state.step,
-        loss=state.loss,
-        values={**state.values} if state.values else None,
-        metrics={**(state.metrics or {})},
+        loss=results.loss,
+        values={**results.values} if results.values else None,
+        metrics={**(results.metrics or {})},
         best=None if kept is None else {**kept.model_dump(), "file": BEST_FILE},
         nonfinite=None if nonfinite is None else asdict(nonfinite),
         seconds=state.cursor.run_seconds,
@@ -108,7 +108,7 @@ def summarize(session: Session, status: Status) -> Summary:
         else {
             "equal": not audit.farthest,
             "largest_distance": audit.largest_distance,
-            "largest_distance_ever": state.farthest_apart,
+            "largest_distance_ever": results.farthest_apart,
         },
         stages=list(stages),
         **summary_fields(totals, state.step),

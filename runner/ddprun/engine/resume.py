@@ -143,7 +143,7 @@ def _read_state(session: Session, found: FoundCheckpoint) -> dict[str, Any]:
 
 _TAKEN_FROM_RANK_0 = {
     # The same on all ranks at a checkpoint.
-    *("step", "position", "schedule", "precision", "groups", "feeds", "buffers_seen", "evaluations"),
+    *("step", "position", "schedule", "precision", "groups", "feeds", "buffers_seen", "results"),
     *("balance", "outer_momentum", "frozen", "reported"),
     # These may differ between ranks; rank 0's are also what `save` writes.
     *("buffers", "extra"),

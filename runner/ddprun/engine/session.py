@@ -158,17 +158,22 @@ class Best(BaseModel, strict=True, frozen=True):
     step: NonNegativeInt  # of the run, after which it was measured
 
 
-class Evaluations(BaseModel, strict=True):
-    """What evaluations inside stages have come to; the same on all ranks. Checkpoints use these names."""
+class Results(BaseModel, strict=True):
+    """What steps, evaluations and audits have come to; the same on all ranks. Checkpoints use these names."""
 
-    step: int = -1  # of the run, after which the last one was
+    loss: float | None = None  # mean over ranks in the newest step whose loss is known
+    values: dict[str, float] | None = None  # the same of each number beside it; None: there are none
+    metrics: dict[str, float] | None = None  # of the last evaluation
+    evaluated_step: int = -1  # of the run, after which the last evaluation inside a stage was
     kept: Best | None = None  # whose weights `keep_best` has written to the run folder's best.safetensors
     best: Best | None = None  # of the stage that runs, by the metric of `stop`
-    since: NonNegativeInt = 0  # evaluations of that stage since `best`
+    since_best: NonNegativeInt = 0  # evaluations of that stage since then
+    last_audit: AuditResult | None = None
+    farthest_apart: float = 0.0  # the largest difference between two ranks that an audit has seen
 
     def begin_stage(self) -> None:
         """A stage begins: `kept` stays, since the file does."""
-        self.best, self.since = None, 0
+        self.best, self.since_best = None, 0
 
 
 @dataclass(slots=True)
@@ -176,15 +181,10 @@ class RunState:
     """What changes in a run; a checkpoint holds all but `resume_state` (tests/engine/test_session.py)."""
 
     step: int = 0  # steps of the run that are done
-    loss: float | None = None  # mean over ranks in the newest step whose loss is known
-    values: dict[str, float] | None = None  # the same of each number beside it; None: there are none
-    metrics: dict[str, float] | None = None  # of the last evaluation
-    evaluations: Evaluations = field(default_factory=Evaluations)  # those inside stages
+    results: Results = field(default_factory=Results)
     cursor: Cursor = field(default_factory=Cursor)
     replicas: ReplicaConsistency = field(default_factory=ReplicaConsistency)
     outer_momentum: dict[str, Tensor] = field(default_factory=dict)  # DiLoCo's, by parameter name
-    last_audit: AuditResult | None = None
-    farthest_apart: float = 0.0  # the largest difference between two ranks that an audit has seen
     synchronizer: Synchronizer | None = None  # of the stage that is running
     schedule: LRScheduler | None = None  # of the last stage that has begun and takes steps
     loaded_schedule: dict[str, Any] | None = None  # the checkpoint's, until one is built
@@ -207,9 +207,9 @@ class Session:
     def record_agreed(self, agreed_steps: Sequence[AgreedSteps]) -> None:
         """Record and show what all ranks have just learned, oldest first."""
         if agreed_steps:
-            newest, state = agreed_steps[-1], self.state
-            state.loss = state.loss if newest.loss is None else newest.loss
-            state.values = {**(state.values or {}), **newest.mean_values} or None
+            newest, results = agreed_steps[-1], self.state.results
+            results.loss = results.loss if newest.loss is None else newest.loss
+            results.values = {**(results.values or {}), **newest.mean_values} or None
         self.reporter.progress(agreed_steps, self.state.step)
 
     @property

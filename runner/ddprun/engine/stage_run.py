@@ -101,7 +101,7 @@ class StageRun:
     def evaluation_is_due(self) -> bool:
         """Whether held-out data is measured now, between two steps; the stage's end measures after itself."""
         state, evaluation, done = self.session.state, self.stage.evaluate, self.steps_done
-        if evaluation is None or done == 0 or done == self.steps or state.evaluations.step == state.step:
+        if evaluation is None or done in (0, self.steps) or state.results.evaluated_step == state.step:
             return False
         if evaluation.every == "epoch":
             return self.session.runtime.feeds.for_stage(self.stage.index).at_epoch_end
@@ -111,7 +111,7 @@ class StageRun:
     def stopped_early(self) -> bool:
         """Whether evaluations have not become better for so long that the stage ends."""
         stop = self.stage.stop
-        return stop is not None and self.session.state.evaluations.since >= stop.patience
+        return stop is not None and self.session.state.results.since_best >= stop.patience
 
     def warmup_steps_done(self, stage_step: int) -> int:
         """Steps of the warm-up before this step of the stage; counted in the run, where the schedule is."""
@@ -134,7 +134,7 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
         if settings.epochs is not None:
             feed.skip_rest_of_epoch()
         cursor.begin(stage.index, state.step, feed.epoch)
-        state.evaluations.begin_stage()
+        state.results.begin_stage()
     steps = settings.steps
     if settings.epochs is not None:
         left = feed.steps_left(settings.accumulate, _epochs_left(session, stage, settings.epochs))

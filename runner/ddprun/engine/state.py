@@ -29,9 +29,8 @@ from ddprun.checkpoint.writer import CheckpointWriter
 from ddprun.engine import seeding
 from ddprun.engine.audit import audit_parameters
 from ddprun.engine.nonfinite import Nonfinite
-from ddprun.engine.session import Evaluations, RunComponents, Session
+from ddprun.engine.session import Results, RunComponents, Session
 from ddprun.host import rank_files
-from ddprun.sync.audit import AuditResult
 from ddprun.telemetry.records import CheckpointWritten
 from ddprun.telemetry.writer import log_event
 from ddprun_hooks.comm.control import open_control_channel
@@ -66,13 +65,8 @@ def collect_state(session: Session) -> dict[str, Any]:
         "sync": sync,
         "replicas": state.replicas.state_list(),
         "outer_momentum": dict(state.outer_momentum),
-        "evaluations": state.evaluations.model_dump(),
+        "results": state.results.model_dump(),
         "reported": {
-            "loss": state.loss,
-            "values": state.values,
-            "metrics": state.metrics,
-            "audit": asdict(state.last_audit) if state.last_audit is not None else None,
-            "farthest_apart": state.farthest_apart,
             "apart_reported": session.reporter.difference_reported,
             "nonfinite": asdict(nonfinite) if nonfinite is not None else None,
         },
@@ -133,12 +127,8 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
     runtime, run_state, model = session.runtime, session.state, session.runtime.model
 
     def load_reported(reported: Mapping[str, Any]) -> None:
-        for name in ("loss", "values", "metrics"):
-            setattr(run_state, name, reported[name])
-        audit, nonfinite = reported["audit"], reported["nonfinite"]
-        run_state.last_audit = AuditResult(**audit) if audit else None
+        nonfinite = reported["nonfinite"]
         runtime.finite_check.first_nonfinite = Nonfinite(**nonfinite) if nonfinite else None
-        run_state.farthest_apart = reported["farthest_apart"]
         session.reporter.difference_reported = reported["apart_reported"]
 
     def load_extra(extra: Mapping[str, Any]) -> None:
@@ -147,8 +137,8 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
             if key in extra and type(module).set_extra_state is not nn.Module.set_extra_state:
                 module.set_extra_state(extra[key])
 
-    def load_evaluations(evaluations: Mapping[str, Any]) -> None:
-        run_state.evaluations = Evaluations.model_validate(evaluations)
+    def load_results(results: Mapping[str, Any]) -> None:
+        run_state.results = Results.model_validate(results)
 
     def load_ema(saved: Mapping[str, Any] | None) -> None:
         if runtime.ema is not None:
@@ -167,7 +157,7 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
         "ema": load_ema,
         "replicas": run_state.replicas.load_state_list,
         "outer_momentum": run_state.outer_momentum.update,
-        "evaluations": load_evaluations,
+        "results": load_results,
         "reported": load_reported,
         **{name: part.load_state_dict for name, part in _stateful_parts(session).items()},
         "groups": partial(_load_groups, runtime.optimizer),
@@ -290,8 +280,8 @@ def _find_nonfinite(state: EncodedState, initially_nonfinite: frozenset[str]) ->
         if (tensor.is_floating_point() or tensor.is_complex()) and not bool(torch.isfinite(tensor).all()):
             return rest if kind == "parameters" else name
     # A number that JSON lacks is kept as a mapping.
-    reported: Any = state.tree.get("reported")
-    return NONFINITE_LOSS if isinstance(reported, dict) and isinstance(reported.get("loss"), dict) else None
+    results: Any = state.tree.get("results")
+    return NONFINITE_LOSS if isinstance(results, dict) and isinstance(results.get("loss"), dict) else None
 
 
 def check_state_storable(session: Session) -> None:

@@ -1,9 +1,9 @@
 """The parameter audit: do all ranks hold the same weights, and if not, how far are they apart?"""
 
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
+from pydantic import BaseModel
 from torch import Tensor, nn
 
 from ddprun_hooks.buckets import as_real
@@ -19,8 +19,7 @@ class DriftError(RuntimeError):
     """Ranks hold different parameters where the sync policy does not allow it."""
 
 
-@dataclass(frozen=True, slots=True)
-class AuditResult:
+class AuditResult(BaseModel, strict=True, frozen=True):
     """What one audit found; the same on every rank."""
 
     differing: tuple[str, ...]  # parameters of which not all ranks hold the same, in the model's order
@@ -59,7 +58,12 @@ def audit(
     ranks: list[int] = []
     if differing:
         ranks = odd[:, list(parameters).index(differing[0])].nonzero().flatten().tolist()
-    return AuditResult(tuple(differing), tuple(ranks), distances.get(farthest, 0.0), farthest)
+    return AuditResult(
+        differing=tuple(differing),
+        odd_ranks=tuple(ranks),
+        largest_distance=distances.get(farthest, 0.0),
+        farthest=farthest,
+    )
 
 
 def gather_checksums(named: Mapping[str, Tensor], control: ControlChannel, what: str) -> Tensor:
