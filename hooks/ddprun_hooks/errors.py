@@ -26,7 +26,7 @@ class ExchangeError(HooksError, RuntimeError):
 
 
 class DisagreementError(ExchangeError):
-    """Ranks disagree about what they are about to exchange; the message names the ranks."""
+    """Ranks disagree about what they are about to exchange, or hold; the message names the ranks."""
 
 
 def fail_future(future: Future[Any], error: BaseException) -> None:

@@ -70,10 +70,6 @@ class PluginRegistry:
         found = installed_entry_points(self.entry_point_group)
         return tuple(name for name in found if name not in self.reserved_names | {*self.built_in()})
 
-    def __contains__(self, name: str) -> bool:
-        """Whether there is one of this name. What is installed is read only for a name that may be there."""
-        return name in self.built_in() or (name not in self.reserved_names and name in self.installed())
-
     def names(self) -> tuple[str, ...]:
         return (*self.built_in(), *self.installed())
 

@@ -45,14 +45,6 @@ _COMMON_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
-class HardLinkError(OSError):
-    """A file that is to be continued has another name, under which it would change, too."""
-
-    def __init__(self, path: Path) -> None:
-        problem = f"{path.name} has hard links, and would change elsewhere, too; copy the folder with cp -r"
-        super().__init__(errno.EMLINK, problem, str(path))
-
-
 class WrongFileTypeError(OSError):
     """There is something else, such as a link or a pipe, where a file or folder of a run should be."""
 
@@ -79,7 +71,7 @@ class JunkBudget:
 
 def open_file(folder: Path, name: str | Path, mode: Mode = "rb", *, make_folders: bool = False) -> IO[bytes]:
     """Open a regular file of a run by its name below the folder, with the folders that lead to it. Raises
-    OSError: WrongFileTypeError behind a link, HardLinkError if `mode` continues a file with other names.
+    OSError: WrongFileTypeError behind a link, EMLINK if `mode` continues a file with other names.
     """
     *folders, last = Path(name).parts
     with _open_folder(folder, folders, make=make_folders) as inside:
@@ -219,5 +211,6 @@ def _open_checked(path: Path, name: str, folder_fd: int, flags: int, wanted: str
         raise WrongFileTypeError(path, opened.st_mode, wanted)
     if flags & (os.O_WRONLY | os.O_RDWR) and opened.st_nlink > 1:
         os.close(handle)
-        raise HardLinkError(path)
+        problem = f"{path.name} has hard links, and would change elsewhere, too; copy the folder with cp -r"
+        raise OSError(errno.EMLINK, problem, str(path))
     return handle

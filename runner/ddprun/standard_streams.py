@@ -84,10 +84,7 @@ def flush() -> None:
 
 def is_terminal(stream: IO[str] | None) -> bool:
     """Whether somebody may look at a stream as it comes."""
-    try:
-        return stream is not None and stream.isatty()
-    except ValueError:  # it is closed
-        return False
+    return stream is not None and not stream.closed and stream.isatty()
 
 
 def failure_of_stdout() -> OSError | None:

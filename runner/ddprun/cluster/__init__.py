@@ -95,7 +95,7 @@ class Submission:
         name = f"name={json.dumps(self.loaded.pipeline.name)}"
         found = ["run", str(file), "--run-dir", str(run_dir), "--or-resume", "--set", name]
         for override in self.overrides:
-            if re.split(r"[.\[=]", override, maxsplit=1)[0] not in CLUSTERS:
+            if re.split(r"[.\[=]", override, maxsplit=1)[0] not in CLUSTERS.names():
                 found += ["--set", override]  # else the backend has taken these into its own options
         least, most = launch.host_range
         count = f"{least}:{hosts}" if least < min(most, hosts) else str(hosts)

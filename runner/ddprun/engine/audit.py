@@ -1,7 +1,8 @@
 """Audits of a run: whether ranks hold the same parameters where the sync policy says so."""
 
 from ddprun.engine.session import Session
-from ddprun.sync.audit import DriftError, audit
+from ddprun.sync.audit import audit
+from ddprun_hooks.errors import DisagreementError
 
 _CAUSES = (
     "Something changes weights on one rank only: a forward pass that sets them from its data (set them in "
@@ -17,7 +18,7 @@ def audit_parameters(
     """Compare the ranks' parameters at the moment `where`, after `step` steps; called by all ranks together.
 
     `at_end`: a stage has just made them equal. `recorded`: it is one of the file's own `audit`, if that asks
-    for any, and is reported. Raises DriftError if ranks wrongly differ and the file says `stop`.
+    for any, and is reported. Raises DisagreementError if ranks wrongly differ and the file says `stop`.
     """
     runtime, state, reporter = session.runtime, session.state, session.reporter
     wanted = runtime.loaded.pipeline.audit
@@ -57,5 +58,5 @@ def audit_parameters(
         f'{result.largest_distance:.3g}, in "{result.farthest}". {_CAUSES}'
     )
     if wanted.on_drift == "stop":
-        raise DriftError(text)
+        raise DisagreementError(text)
     reporter.warn_ranks_differ_once(text)

@@ -65,7 +65,6 @@ class GraphCompiler:
         self._backend, self._cut_bytes = backend, cut_bytes
         self._names = {id(param): name for name, param in model.named_parameters()}
         self._breaks: dict[GraphBreak, None] = {}
-        self._reasons_with_graph: set[str] = set()  # of breaks
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self._note_break(graph)
@@ -88,7 +87,8 @@ class GraphCompiler:
     def breaks(self) -> tuple[GraphBreak, ...]:
         """Each graph break once, in the order of occurrence; those that came before any graph are last."""
         others = (GraphBreak(_reason_line(reason), "") for reason in counters["graph_break"])
-        unexplained = {one: None for one in others if one.reason not in self._reasons_with_graph}
+        with_graph = {one.reason for one in self._breaks}
+        unexplained = {one: None for one in others if one.reason not in with_graph}
         return tuple({**self._breaks, **unexplained})
 
     @property
@@ -102,8 +102,7 @@ class GraphCompiler:
             return
         frame = ended.user_stack[-1] if ended.user_stack else None
         where = f"{frame.filename}:{frame.lineno}" if frame is not None else ""
-        self._breaks[GraphBreak(reason := _reason_line(ended.reason), where)] = None
-        self._reasons_with_graph.add(reason)
+        self._breaks[GraphBreak(_reason_line(ended.reason), where)] = None
 
     def _input_parameter_names(self, graph: fx.GraphModule) -> Iterator[tuple[str, str]]:
         """The trained parameters that a graph takes: the name of its input, and the model's."""

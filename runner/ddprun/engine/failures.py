@@ -23,7 +23,6 @@ from ddprun.host import rank_files
 from ddprun.host.network import NetworkError
 from ddprun.host.processes import file_limit_hint
 from ddprun.parallel.ranks import Environment, Ranks
-from ddprun.sync.audit import DriftError
 from ddprun.telemetry.records import Summary
 from ddprun.telemetry.writer import Writer, event_log, write_summary
 from ddprun.watchdog.hang import (
@@ -112,7 +111,7 @@ def report_failure(error: BaseException, ranks: Ranks, context: FailureContext, 
     else:
         where = reporter.location if reporter is not None else "before the first stage"
         head = f"ddprun: rank {ranks.rank} failed ({where}): {headline}"
-        if isinstance(error, DriftError | DisagreementError):
+        if isinstance(error, DisagreementError):
             detail = str(error)  # all ranks found it; where in the code says nothing
             head = f"ddprun: the run failed ({where}):"
         elif _is_lost_peer(error):

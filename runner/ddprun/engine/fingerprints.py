@@ -21,18 +21,18 @@ class DatasetFingerprints:
     def __init__(
         self, feeds: Feeds, held_out: HeldOutData, stage_held_out: Mapping[int, HeldOutData], *, rank: int
     ) -> None:
-        self._feeds = feeds.by_name()
+        self.feeds = feeds.by_name()
         of_stages = {f"{_HELD_OUT} of stages[{index}]": one for index, one in stage_held_out.items()}
-        self._sources: dict[str, Feed | HeldOutData] = {**self._feeds, _HELD_OUT: held_out, **of_stages}
+        self.sources: dict[str, Feed | HeldOutData] = {**self.feeds, _HELD_OUT: held_out, **of_stages}
         self._by_name = {
             name: fingerprint(one.dataset)
-            for name, one in self._sources.items()
+            for name, one in self.sources.items()
             if rank == 0 and one.dataset is not None and not is_iterable(one.dataset)
         }
 
     def for_checkpoint(self) -> dict[str, Any]:
         """By dataset: its fingerprint, and whether in mid-epoch (held-out data: of the training data)."""
-        in_use = {name for name, feed in self._feeds.items() if feed.mid_epoch}
+        in_use = {name for name, feed in self.feeds.items() if feed.mid_epoch}
         in_use |= {_HELD_OUT} if in_use else set()
         return {name: {**found, "mid_epoch": name in in_use} for name, found in self._by_name.items()}
 
@@ -40,15 +40,6 @@ class DatasetFingerprints:
         """On rank 0, datasets that are not as in `for_checkpoint`: name, difference, whether in mid-epoch."""
         pairs = [(name, saved[name], now) for name, now in self._by_name.items() if name in saved]
         return [(name, text, was["mid_epoch"]) for name, was, now in pairs if (text := _difference(was, now))]
-
-    def error(self, name: str, problem: str, allowed: str) -> Exception:
-        """An error about a dataset, at its place in the file."""
-        return self._sources[name].make_error(problem, allowed)
-
-    def skip_rest_of_epoch(self, name: str) -> None:
-        """Let training data begin its next epoch."""
-        if name in self._feeds:
-            self._feeds[name].skip_rest_of_epoch()
 
 
 def fingerprint(dataset: Any) -> dict[str, Any]:

@@ -49,8 +49,8 @@ def resume(session: Session) -> None:
     with errors_of_checkpoint(session, checkpoint):
         restore(session, saved)
     for name, text, mid_epoch in changed_data:
-        if not mid_epoch:
-            runtime.fingerprints.skip_rest_of_epoch(name)
+        if not mid_epoch and name in runtime.fingerprints.feeds:
+            runtime.fingerprints.feeds[name].skip_rest_of_epoch()
         reporter.events.warning("data_changed", name=name, how=text, mid_epoch=mid_epoch)
         reporter.note(f"{name} has changed: {text}")
     if state.cursor.mid_stage:
@@ -87,7 +87,7 @@ def _check_data(session: Session, saved: Mapping[str, Any]) -> list[tuple[str, s
         if mid_epoch and steps_left and pipeline.checkpoint.on_changed_data == "stop":
             problem = f"{name}: {text}, in the middle of an epoch"
             allowed = "restore the data, or accept the change with --set checkpoint.on_changed_data=continue"
-            raise fingerprints.error(name, problem, allowed)
+            raise fingerprints.sources[name].make_error(problem, allowed)
     return [(name, text, mid_epoch) for name, text, mid_epoch in changes]
 
 

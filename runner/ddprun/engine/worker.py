@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -226,15 +227,8 @@ def _announce(session: Session) -> None:
     automatic = pipeline.has_automatic_buffers
     when = "sent before each forward pass" if use.read_in_training else "sent before evaluate and save"
     verdict = f"{use.describe()}: {when if use.changing else 'nothing is sent'}"
-    buffers = BufferUsage(
-        found=automatic,
-        changing=list(use.changing),
-        constant=list(use.constant),
-        counters=list(use.counters),
-        bytes=use.changing_bytes,
-        read_in_training=use.read_in_training,
-        verdict=verdict if automatic else None,
-    )
-    log_event(reporter.events, buffers)
+    facts = asdict(use)
+    facts["bytes"] = facts.pop("changing_bytes")
+    log_event(reporter.events, BufferUsage(found=automatic, verdict=verdict if automatic else None, **facts))
     if automatic and (use.changing or use.constant):
         reporter.note(f"buffers: {verdict}")

@@ -15,10 +15,6 @@ _CHECKSUM_BITS = 48  # a whole number that float64, in which control messages tr
 _HASH_MULTIPLIERS = (-7046029254386353131, -4658895280553007687, 6364136223846793005)
 
 
-class DriftError(RuntimeError):
-    """Ranks hold different parameters where the sync policy does not allow it."""
-
-
 class AuditResult(BaseModel, strict=True, frozen=True):
     """What one audit found; the same on every rank."""
 
