@@ -486,10 +486,24 @@ REPLAY = "balance: {replay: before}"
 @pytest.mark.parametrize(
     ("loader", "shares", "message"),
     [
-        (REPLAY, [(1, (5, 11)), (4, (5, 5, 6))], "before had 3 ranks, and this run has 2; start as many"),
-        (REPLAY, [(1, (8, 8)), (4, (10, 10))], "before had 20 samples of all ranks, and this run's have 16"),
-        (REPLAY, [], "before has no shares: it had equal ones"),
-        (REPLAY, [(4, (5, 11))], "before has no shares before step 4, when its loader had no balance"),
+        (
+            REPLAY,
+            [(1, (5, 11)), (4, (5, 5, 6))],
+            "before has shares of [5, 5, 6] samples from step 4 on, and this run needs shares of 2 ranks",
+        ),
+        (
+            REPLAY,
+            [(1, (8, 8)), (4, (10, 10))],
+            "before has shares of [10, 10] samples from step 4 on, and this run needs shares of 2 ranks from "
+            "step 1 on, of 16 samples together; name a run of as many ranks",
+        ),
+        (REPLAY, [], "before has equal shares alone, and this run needs"),
+        (
+            REPLAY,
+            [(4, (5, 11))],
+            "before has shares of [5, 11] samples from step 4 on, and this run needs shares of 2 ranks from "
+            "step 1 on, of",
+        ),
         ("balance: {replay: other}", [], "other is not the folder of a run: it does not exist"),
         ("balance: {node9: 3}", [], 'no rank is on a host "node9"; the hosts are '),
         ('balance: {"0": 9}, max_share: 1.5', [], "14 samples of a micro-batch, and max_share allows 12"),

@@ -359,13 +359,13 @@ stages: [{train: {steps: 8}}, save]
             "balance: {replay: before}",
             "samples: 32",
             [(1, (20, 12))],
-            "20 samples of a round, no multiple of",
+            "of 32 samples together, each a multiple of batch_size 8",
         ),
         (
             "balance: {replay: before}",
             "samples: 32",
             [(1, (8, 8))],
-            "before had 16 samples of all ranks, and",
+            "before has shares of [8, 8] samples from step 1 on, and this run needs",
         ),
     ],
 )

@@ -299,43 +299,32 @@ def _read_shares(
     """
     folder = loaded.folder / loaded.expand_env_and_folder("loader.balance.replay", setting.replay)
 
-    def read() -> list[Any]:
+    def read() -> list[Any] | str:
         try:
             return [[one.stage, one.step, one.samples] for one in Run(folder).shares]
         except NoRunError as error:
-            return [str(error)]
+            return str(error)
 
-    found, shares = ranks.from_rank_0("balance", read), dict[int, Shares]()
-    problem, allowed, others = None, None, False
-    for one in found:
-        if isinstance(one, str):
-            raise loaded.error("loader.balance.replay", one, None)
-        stage, step, samples = one
-        if stage in stages:
-            shares[step] = tuple(samples)
-        others = others or stage not in stages
-    if not shares and not (others and one_round is None):
-        problem = f"{folder} has no shares: it had equal ones"
-    if shares and min(shares) > 1 and 0 in stages:
-        problem = f"{folder} has no shares before step {min(shares)}, when its loader had no balance"
-    for of_ranks in shares.values():
-        if len(of_ranks) != ranks.size:
-            problem = f"{folder} had {len(of_ranks)} ranks, and this run has {ranks.size}"
-            allowed = "start as many ranks"
-        elif any(share % unit for share in of_ranks):
-            problem = (
-                f"a rank of {folder} had {max(of_ranks, key=lambda one: one % unit)} samples of a round, "
-            )
-            problem, allowed = f"{problem}no multiple of batch_size {unit}", "write its batch_size"
-        elif not (one_round and one_round.seconds) and sum(of_ranks) != total:
-            what = "rounds" if one_round else "micro-batches"
-            problem = (
-                f"{what} of {folder} had {sum(of_ranks)} samples of all ranks, and this run's have {total}"
-            )
-            allowed = f"write every: {{samples: {sum(of_ranks)}}}" if one_round else "write its batch_size"
-    if problem is not None:
-        raise loaded.error("loader.balance.replay", problem, allowed)
-    return shares
+    found = ranks.from_rank_0("balance", read)
+    if isinstance(found, str):
+        raise loaded.error("loader.balance.replay", found, None)
+    shares = {step: tuple(samples) for stage, step, samples in found if stage in stages}
+    if found and not shares and one_round is None:
+        return {}
+    free = one_round is not None and bool(one_round.seconds)
+    unfit = [
+        step
+        for step, one in shares.items()
+        if len(one) != ranks.size or any(share % unit for share in one) or not (free or sum(one) == total)
+    ]
+    if shares and not unfit and (min(shares) == 1 or 0 not in stages):
+        return shares
+    step = min(unfit or shares, default=1)
+    has = f"shares of {list(shares[step])} samples from step {step} on" if shares else "equal shares alone"
+    text = f"{folder} has {has}, and this run needs shares of {ranks.size} ranks from step 1 on"
+    text += "" if free else f", of {total} samples together"
+    text += "" if one_round is None else f", each a multiple of batch_size {unit}"
+    raise loaded.error("loader.balance.replay", text, "name a run of as many ranks, with the same sizes")
 
 
 def batchnorm_warning(model: nn.Module) -> str | None:
