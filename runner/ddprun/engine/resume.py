@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from ddprun.checkpoint import folder
 from ddprun.checkpoint.codec import DamagedError
 from ddprun.checkpoint.folder import Checkpoint, rank_part_name
@@ -13,11 +15,14 @@ from ddprun.engine import seeding
 from ddprun.engine.newest_checkpoint import FoundCheckpoint, newest_checkpoint
 from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.session import Session
-from ddprun.engine.state import StateError, raise_damaged_on_error, restore
+from ddprun.engine.state import StateError, restore
 from ddprun.sync.exchanger import can_be_averaged, mean_of, mean_optimizer_state
 from ddprun.telemetry.control_message import Accumulator
 from ddprun.telemetry.steps import totals_of_other_ranks
 from ddprun.telemetry.writer import truncate_records
+
+# What reading something other than expected ends in.
+_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 def resume(session: Session) -> None:
@@ -38,7 +43,7 @@ def resume(session: Session) -> None:
     if found is None or checkpoint is None:
         reporter.note("no intact checkpoint: the run starts from the beginning")
         return
-    with errors_of_checkpoint(session, checkpoint), raise_damaged_on_error("state"):
+    with errors_of_checkpoint(session, checkpoint):
         saved = _read_state(session, found)
         before, cursor = saved["pipeline"], saved["position"]
         _reopen_longer_stage(session, before, cursor)
@@ -93,16 +98,22 @@ def _check_data(session: Session, saved: Mapping[str, Any]) -> list[tuple[str, s
 
 @contextmanager
 def errors_of_checkpoint(session: Session, checkpoint: Checkpoint) -> Iterator[None]:
-    """Context around reading a checkpoint: a PipelineError if its state does not fit the model, a
-    RunFolderError if it is damaged. Other ranks learn that this one has failed, and end, too.
+    """Context around reading a checkpoint, which may hold anything: a PipelineError if its state does not fit
+    the model, a RunFolderError if it is damaged. Other ranks learn that this one has failed, and end, too.
     """
     where = session.runtime.display_path(checkpoint.path)
     try:
         yield
     except StateError as error:
         raise session.runtime.loaded.error("model", f"{error} ({where})") from None
-    except DamagedError as error:
-        problem = f"the checkpoint of step {checkpoint.step} is damaged: {error} ({where})"
+    except torch.OutOfMemoryError:
+        raise
+    except _ERRORS as error:  # a DamagedError is one of these
+        text = str(error)
+        if not isinstance(error, DamagedError):
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            text = f"its state cannot be read ({text:.200})"
+        problem = f"the checkpoint of step {checkpoint.step} is damaged: {text} ({where})"
         raise RunFolderError(problem) from None
 
 
@@ -135,10 +146,8 @@ def _read_state(session: Session, found: FoundCheckpoint) -> dict[str, Any]:
         return {**shared, **folder.read_part(checkpoint, rank_part_name(rank))}
     own = [folder.read_part(checkpoint, rank_part_name(old)) for old in range(checkpoint.world_size)]
     if checkpoint.world_size != ranks:
-        with raise_damaged_on_error("state of other ranks"):
-            return _reshard_state(session, shared, own)
-    with raise_damaged_on_error("hooks"):
-        return {**shared, **own[rank], "hooks": runtime.stacks.merge([one["hooks"] for one in own])}
+        return _reshard_state(session, shared, own)
+    return {**shared, **own[rank], "hooks": runtime.stacks.merge([one["hooks"] for one in own])}
 
 
 _TAKEN_FROM_RANK_0 = {

@@ -8,8 +8,7 @@ it. Further down: when a checkpoint is taken, and what became of it.
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -22,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddprun import __version__
-from ddprun.checkpoint.codec import DamagedError, EncodedState, UnstorableError, encode
+from ddprun.checkpoint.codec import EncodedState, UnstorableError, encode
 from ddprun.checkpoint.folder import CHECKPOINTS_FOLDER, NONFINITE_LOSS, rank_part_name
 from ddprun.checkpoint.location import CheckpointLocation
 from ddprun.checkpoint.writer import CheckpointWriter
@@ -103,27 +102,11 @@ def shared_keys(session: Session) -> frozenset[str]:
     return frozenset(found)
 
 
-# What reading something other than expected ends in.
-_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-
-
-@contextmanager
-def raise_damaged_on_error(what: str) -> Iterator[None]:
-    """Context around reading a part of a checkpoint, which may hold anything: errors are DamagedErrors."""
-    try:
-        yield
-    except (DamagedError, StateError, torch.OutOfMemoryError):
-        raise
-    except _ERRORS as error:
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        raise DamagedError(f"its {what} cannot be read ({text:.200})") from error
-
-
 # Restoring it.
 
 
 def restore(session: Session, state: Mapping[str, Any]) -> None:
-    """Restore all but what `restore_mid_stage` does; raises DamagedError, or StateError: another model."""
+    """Restore all but what `restore_mid_stage` does; called in `resume.errors_of_checkpoint`."""
     runtime, run_state, model = session.runtime, session.state, session.runtime.model
 
     def load_reported(reported: Mapping[str, Any]) -> None:
@@ -164,36 +147,31 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
         "generators": partial(seeding.restore_generators, device=runtime.device),  # last: loading may draw
     }
     for part, load in parts.items():
-        with raise_damaged_on_error(part):
-            load(state[part])
+        load(state[part])
 
 
 def restore_mid_stage(
     session: Session, state: Mapping[str, Any], *, new_rates: bool, by_metric: bool
 ) -> None:
-    """Continue in the middle of a stage, whose policy has begun and whose schedule has been built; raises
-    DamagedError. With `new_rates` learning rates are not what they were, or fall over another number of
-    steps; a schedule `by_metric` then begins anew.
+    """Continue in the middle of a stage, whose policy has begun and whose schedule has been built. With
+    `new_rates` learning rates are not what they were, or fall over another number of steps; a schedule
+    `by_metric` then begins anew. Called in `resume.errors_of_checkpoint`, too.
     """
     synchronizer, schedule = session.state.synchronizer, session.state.schedule
     assert synchronizer is not None
-    with raise_damaged_on_error("sync"):
-        merging = "sync_of_ranks" in state  # of another number of ranks
-        sync = synchronizer.merge(state["sync_of_ranks"]) if merging else state["sync"]
-        if sync:
-            synchronizer.load_state_dict(sync)
+    merging = "sync_of_ranks" in state  # of another number of ranks
+    sync = synchronizer.merge(state["sync_of_ranks"]) if merging else state["sync"]
+    if sync:
+        synchronizer.load_state_dict(sync)
     if not new_rates:
         if schedule is not None:
-            with raise_damaged_on_error("schedule"):
-                schedule.load_state_dict(state["schedule"])
+            schedule.load_state_dict(state["schedule"])
         # The schedule, when it was built, has set the learning rates of a first step.
-        with raise_damaged_on_error("optimizer"):
-            session.runtime.optimizer.load_state_dict(state["optimizer"])
-            _load_groups(session.runtime.optimizer, state["groups"])
+        session.runtime.optimizer.load_state_dict(state["optimizer"])
+        _load_groups(session.runtime.optimizer, state["groups"])
     elif schedule is not None and not by_metric:  # follow the new schedule from its start to here
         replay_schedule(schedule, (state["schedule"] or {}).get("last_epoch", 0))
-    with raise_damaged_on_error("generators"):
-        seeding.restore_generators(state["generators"], session.runtime.device)
+    seeding.restore_generators(state["generators"], session.runtime.device)
 
 
 def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
