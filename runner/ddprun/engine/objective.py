@@ -23,7 +23,7 @@ from ddprun.engine.model_with_loss import loss_joins_model
 from ddprun.engine.preserve_state import preserve_state
 from ddprun.engine.samples import describe_sample
 from ddprun.engine.turns import Turns
-from ddprun.parallel.ddp import DdpReplica
+from ddprun.parallel.ddp import DdpReplica, without_gradient
 from ddprun.sync.buffers import BufferUse, clone_buffers, load_buffers, probe_buffer_use
 from ddprun.units import abbreviated_list
 from ddprun_hooks.comm.control import ControlChannel
@@ -487,11 +487,22 @@ def describe_call(name: str, positional: Sequence[Any], named: Mapping[str, Any]
 def settle_layout(
     replica: DdpReplica, objective: Objective, feed: Feed, turn: str | None, barrier: Callable[[], None]
 ) -> None:
-    """Have DDP fix its buckets by passes on the first batch; a PipelineError if parameters go unused."""
-    with preserve_state(objective.precision.device, replica.model, objective.loss):
-        content, loss_name = objective.training_batch(feed.first_batch()), "the loss of a rank's first batch"
-        replica.settle_layout(
-            lambda: objective(replica.ddp, content, turn).loss,
-            make_unused_error=partial(objective.unused_parameters_error, loss_name=loss_name),
-            barrier=barrier,
-        )
+    """Run throw-away passes on the first batch until DDP's buckets are as they stay; a PipelineError if
+    parameters go unused, for which DDP would wait. `barrier` waits for all ranks.
+
+    DDP starts with one layout and rebuilds it after its first backward pass, with `static_graph` one pass
+    later. Were step 1 to run in the first layout, a resumed run would sum its first step in another order
+    than the unbroken run did, and end with other bits.
+    """
+    model, settings = replica.model, replica.settings
+    with preserve_state(objective.precision.device, model, objective.loss):
+        content = objective.training_batch(feed.first_batch())
+        model.train()
+        for _ in range(3 if settings.static_graph else 2):
+            objective(replica.ddp, content, turn).loss.backward()  # type: ignore[no-untyped-call]
+            missing = without_gradient(model)
+            if missing and not (settings.find_unused_parameters or settings.static_graph):
+                raise objective.unused_parameters_error(missing, "the loss of a rank's first batch")
+            model.zero_grad(set_to_none=True)
+            barrier()  # the next pass begins with an exchange of DDP's own, which no watchdog sees
+    replica.dispatcher.layout_frozen = True

@@ -2,7 +2,7 @@
 
 import inspect
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -80,34 +80,7 @@ class DdpReplica:
             model, device_ids=[device] if device.type == "cuda" else None, init_sync=False, **options
         )
         self.dispatcher = BucketDispatcher(self.ddp, queue, stack, first_bucket)
-        self._settings = settings
-
-    def settle_layout(
-        self,
-        loss: Callable[[], Tensor],
-        *,
-        make_unused_error: Callable[[Sequence[str]], Exception],
-        barrier: Callable[[], None],
-    ) -> None:
-        """Run throw-away backward passes until DDP's buckets are as they stay.
-
-        DDP starts with one layout and rebuilds it after its first backward pass, with `static_graph` one pass
-        later. Were step 1 to run in the first layout, a resumed run would sum its first step in another order
-        than the unbroken run did, and end with other bits.
-
-        `loss` is of a pass through `ddp` on one and the same batch, shape (). `make_unused_error` makes the
-        error for parameters without a gradient, for which DDP waits. `barrier` waits for all ranks.
-        """
-        settings = self._settings
-        self.model.train()
-        for _ in range(3 if settings.static_graph else 2):
-            loss().backward()  # type: ignore[no-untyped-call]
-            missing = without_gradient(self.model)
-            if missing and not (settings.find_unused_parameters or settings.static_graph):
-                raise make_unused_error(missing)
-            self.model.zero_grad(set_to_none=True)
-            barrier()  # the next pass begins with an exchange of DDP's own, which no watchdog sees
-        self.dispatcher.layout_frozen = True
+        self.settings = settings
 
     def begin_stage(self, stack: Stack, group: RankGroup) -> str:
         """Use these hooks and ranks for gradients from now on; gives what must be the same on all ranks."""
