@@ -546,11 +546,11 @@ def agree_on_stage_end(run: StageRun) -> StageEnd:
     failed = runtime.finite_check.check_after_steps(agreed_steps, on_nan, session.state.step)
     if any(one.checkpoint for one in agreed_steps) and not failed:
         take_checkpoint(session, requested=True)
-    mine = [float(runtime.signals.stop_requested), *runtime.finite_check.finding()]
-    rows = runtime.exchange.control.all_gather(mine, "the stage's end").tolist()
-    if runtime.finite_check.judge([row[1:] for row in rows], on_nan, session.state.step):
+    if runtime.finite_check.check(on_nan, session.state.step):
         return "failed"
-    return "stopped" if any(row[0] for row in rows) else "complete"
+    mine = [float(runtime.signals.stop_requested)]
+    stopped = runtime.exchange.control.all_gather(mine, "the stage's end").any()
+    return "stopped" if stopped else "complete"
 
 
 # What belongs to no step's time.

@@ -6,7 +6,7 @@ finite again, so with `on_nan: stop` the run ends there. A loss alone is no reas
 such a step, and a batch whose targets are all ignored has NaN for a mean and no gradient.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -57,26 +57,20 @@ class FiniteCheck:
         self.nonfinite_parameter: str | None = None  # that was not finite in the last check
         self.failed = False  # the run ends because weights are not finite any more
 
-    def first_nonfinite_position(self) -> int:
-        """The first parameter that is not finite, counted from 1; 0: all are finite. Waits for the device."""
-        return next((1 + self._names.index(name) for name in _nonfinite_names(self._params)), 0)
-
     def check_after_steps(self, agreed_steps: Iterable[AgreedSteps], on_nan: OnNan, step: int) -> bool:
         """Check the parameters if a loss in `agreed_steps` was not finite; whether the run fails."""
         if not any(one.nonfinite for one in agreed_steps) or (self.first_nonfinite and on_nan == "continue"):
             return self.failed
-        rows = self._control.all_gather(self.finding(), "losses that are not finite").tolist()
-        return self.judge(rows, on_nan, step)
+        return self.check(on_nan, step)
 
-    def finding(self) -> list[float]:
-        """What `judge` gets of each rank: the step and value of its first loss that was not finite (step 0:
-        there is none), and `first_nonfinite_position`.
+    def check(self, on_nan: OnNan, step: int) -> bool:
+        """Find and report the first loss or parameter of the ranks that is not finite; whether the run fails.
+        Waits for the device.
         """
-        at, loss = self._recorder.first_nonfinite_loss or (0, 0.0)
-        return [at, loss, self.first_nonfinite_position()]
-
-    def judge(self, rows: Sequence[Sequence[float]], on_nan: OnNan, step: int) -> bool:
-        """Report the first of the ranks' findings; whether the run fails."""
+        loss = self._recorder.first_nonfinite_loss or (0, 0.0)  # step 0: each was finite
+        # Counted from 1; 0: each is finite.
+        number = next((1 + self._names.index(name) for name in _nonfinite_names(self._params)), 0)
+        rows = self._control.all_gather([*loss, number], "what is not finite").tolist()
         numbers = [int(row[2]) for row in rows]
         number = next(filter(None, numbers), 0)
         self.nonfinite_parameter = self._names[number - 1] if number else None
