@@ -150,15 +150,6 @@ def _read_state(session: Session, found: FoundCheckpoint) -> dict[str, Any]:
     return {**shared, **own[rank], "hooks": runtime.stacks.merge([one["hooks"] for one in own])}
 
 
-_TAKEN_FROM_RANK_0 = {
-    # The same on all ranks at a checkpoint.
-    *("step", "position", "schedule", "precision", "groups", "feeds", "buffers_seen", "results"),
-    *("balance", "outer_momentum", "frozen", "reported"),
-    # These may differ between ranks; rank 0's are also what `save` writes.
-    *("buffers", "extra"),
-}  # what another number of ranks takes from rank 0, besides what is in `shared`
-
-
 def _reshard_state(session: Session, shared: dict[str, Any], own: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """State for another number of ranks: nothing that was learned is lost, and no sample is seen twice.
 
@@ -167,7 +158,8 @@ def _reshard_state(session: Session, shared: dict[str, Any], own: Sequence[dict[
     """
     runtime = session.runtime
     loaded, rank, ranks = runtime.loaded, runtime.ranks.rank, runtime.ranks.size
-    state = shared | {key: value for key, value in own[0].items() if key in _TAKEN_FROM_RANK_0}
+    # What is not merged below is rank 0's: equal on all ranks, or what `save` writes, too (buffers, extra).
+    state = {**own[0], **shared}
     cursor, stages = state["position"], loaded.pipeline.stages
     stage = stages[cursor["next"]] if cursor["stage"] == cursor["next"] < len(stages) else None
     refused = None
