@@ -30,21 +30,12 @@ class FoundCheckpoint:
     moves_state: bool  # other ranks, buckets, hosts or hooks: each rank reads the state of all
 
 
-@dataclass(frozen=True, slots=True)
-class _Skipped:
-    """A checkpoint that is not used."""
-
-    location: CheckpointLocation
-    step: int
-    reason: str
-
-
 def newest_checkpoint(session: Session) -> FoundCheckpoint | None:
     """The newest checkpoint that is whole, and whose weights and optimizer state are finite unless some
     stage's `on_nan` is `continue`; each rank sees what it needs of it. A RunFolderError: there are some on
     disk, but none can be used, or its files cannot be written here.
     """
-    skipped = list[_Skipped]()
+    skipped = list[tuple[CheckpointLocation, int, str]]()  # with the reason
     found = None
     for step, location in _list_checkpoints(session):
         assessed = _assess_checkpoint(session, location, step)
@@ -55,14 +46,15 @@ def newest_checkpoint(session: Session) -> FoundCheckpoint | None:
                 break
             if not location.in_memory:
                 raise RunFolderError(f"cannot resume from the checkpoint of step {step}: {problem}")
-            assessed = _Skipped(location, step, problem)
-        skipped.append(assessed)
-    on_disk = [one for one in skipped if not one.location.in_memory]
-    if on_disk and found is None:
-        where = f"no checkpoint in {on_disk[0].location.root} can be used by all ranks"
-        raise RunFolderError(f"{where}; that of step {on_disk[0].step}: {on_disk[0].reason}")
-    for one in skipped:
-        _set_aside(session, one)
+            assessed = problem
+        skipped.append((location, step, assessed))
+    if found is None:
+        for location, step, reason in skipped:
+            if not location.in_memory:
+                where = f"no checkpoint in {location.root} can be used by all ranks"
+                raise RunFolderError(f"{where}; that of step {step}: {reason}")
+    for location, step, reason in skipped:
+        _set_aside(session, location, step, reason)
     return found
 
 
@@ -77,10 +69,8 @@ def _list_checkpoints(session: Session) -> list[tuple[int, CheckpointLocation]]:
     return sorted(found, key=lambda one: one[0], reverse=True)
 
 
-def _assess_checkpoint(
-    session: Session, location: CheckpointLocation, step: int
-) -> FoundCheckpoint | _Skipped:
-    """Find out together whether a checkpoint is whole and finite."""
+def _assess_checkpoint(session: Session, location: CheckpointLocation, step: int) -> FoundCheckpoint | str:
+    """Find out together whether a checkpoint is whole and finite; gives why it is not."""
     runtime = session.runtime
     mine = _verify_share(location, step)
     of_ranks = [_Share(**one) for one in runtime.ranks.gather(f"resume/{location.name}/{step}", asdict(mine))]
@@ -105,12 +95,12 @@ def _assess_checkpoint(
             problem = f"{checkpoint.nonfinite} is not finite in it"
             stages = runtime.loaded.pipeline.stages_and_settings()
             if all(settings.on_nan == "stop" for _, settings in stages):
-                return _Skipped(location, step, problem)
+                return problem
             session.reporter.note(f"using the checkpoint of step {step}, though {problem}")
         as_now = runtime.ranks.size, hook_state_partitioning(runtime)
         moves_state = (checkpoint.world_size, checkpoint.layout) != as_now
         return FoundCheckpoint(location, checkpoint, held, moves_state)
-    return _Skipped(location, step, next(iter(reasons), "ranks see different manifests"))
+    return next(iter(reasons), "ranks see different manifests")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +134,11 @@ def _verify_share(location: CheckpointLocation, step: int) -> _Share:
     return _Share(checkpoint.digest, manifest, intact, problems)
 
 
-def _set_aside(session: Session, skipped: _Skipped) -> None:
+def _set_aside(session: Session, location: CheckpointLocation, step: int, reason: str) -> None:
     """Report that a checkpoint is not used, and rename it so that it does not count any more; in memory it is
     deleted.
     """
-    reporter, location, step = session.reporter, skipped.location, skipped.step
+    reporter = session.reporter
     if not location.leads:
         return
     if location.in_memory:
@@ -162,9 +152,9 @@ def _set_aside(session: Session, skipped: _Skipped) -> None:
         except OSError as error:
             now = f"not renamed: {error.strerror}"
     if location.rank == 0:
-        reporter.events.warning("checkpoint_skipped", step=step, reason=skipped.reason)
+        reporter.events.warning("checkpoint_skipped", step=step, reason=reason)
         where = " in memory" if location.in_memory else ""
-        reporter.note(f"skipping the checkpoint of step {step}{where}: {skipped.reason} ({now})")
+        reporter.note(f"skipping the checkpoint of step {step}{where}: {reason} ({now})")
 
 
 def _bring_files(session: Session, found: FoundCheckpoint) -> str | None:
