@@ -16,8 +16,7 @@ from ddprun.engine.build import build_data
 from ddprun.engine.compiling import compile_model
 from ddprun.engine.feeds import open_feeds
 from ddprun.engine.objective import Objective, Precision, warmup_pass
-from ddprun.engine.preserve_state import preserve_state
-from ddprun.engine.seeding import seed_everything
+from ddprun.engine.seeding import preserve_state, seed_everything
 from tests.engine.running import lines, run_pipeline, weights
 
 MODULE = '''

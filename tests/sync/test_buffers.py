@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddprun.engine.preserve_state import preserve_state
+from ddprun.engine.seeding import preserve_state
 from ddprun.sync.buffers import BufferUse, clone_buffers, is_counter, probe_buffer_use
 from tests.engine.running import events, lines, run_pipeline, weights
 

@@ -35,7 +35,6 @@ from ddprun.engine.data import (
     is_iterable,
 )
 from ddprun.engine.objective import ForwardResult
-from ddprun.engine.preserve_state import preserve_state
 from ddprun.engine.samples import batch_or_raise, collate, describe_tensor, digest_of
 from ddprun.engine.save import saved_step, write_weights_and_pipeline
 from ddprun.engine.session import Best, Session
@@ -197,7 +196,7 @@ def try_evaluations(session: Session) -> None:
     evaluations = list(find_evaluations(runtime.loaded.pipeline))
     if not evaluations:
         return
-    with preserve_state(runtime.device, runtime.model, runtime.objective.loss):
+    with seeding.preserve_state(runtime.device, runtime.model, runtime.objective.loss):
         runtime.model.eval()
         for path, wanted in evaluations:
             held_out = runtime.held_out

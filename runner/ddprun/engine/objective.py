@@ -17,11 +17,10 @@ from torch.optim import Optimizer
 
 from ddprun.config import LoadedPipeline, PipelineError
 from ddprun.config.built_ins import WeightByTargets
-from ddprun.engine import seeding
 from ddprun.engine.data import Feed, all_gather_number
 from ddprun.engine.model_with_loss import loss_joins_model
-from ddprun.engine.preserve_state import preserve_state
 from ddprun.engine.samples import describe_sample
+from ddprun.engine.seeding import preserve_rng_state, preserve_state
 from ddprun.engine.turns import Turns
 from ddprun.parallel.ddp import DdpReplica, without_gradient
 from ddprun.sync.buffers import BufferUse, clone_buffers, load_buffers, probe_buffer_use
@@ -449,7 +448,7 @@ def find_buffer_use(
     if not automatic or next(model.buffers(), None) is None:
         return BufferUse.assume_changing(model)
     precision = objective.precision
-    with seeding.preserve_rng_state(precision.device):
+    with preserve_rng_state(precision.device):
         content = objective.training_batch(feed.first_batch())
 
     def forward(buffers: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

@@ -28,7 +28,6 @@ from ddprun.engine.objective import (
     warmup_pass,
 )
 from ddprun.engine.optimizers import build_optimizer, check_closure, settings_of_stages
-from ddprun.engine.preserve_state import preserve_state
 from ddprun.engine.reporter import Reporter, check_trackers, open_trackers
 from ddprun.engine.run_folder import check_writable
 from ddprun.engine.session import RunComponents, RunState, Session
@@ -163,7 +162,7 @@ def build_session(
         turn.replica = replica
     # No pass has called the model with these yet, so the numbers beside their losses are not known.
     if not_called := [name for name in turns.names if name not in objective.called]:
-        with preserve_state(device, model, objective.loss), torch.enable_grad():
+        with seeding.preserve_state(device, model, objective.loss), torch.enable_grad():
             model.train()
             for turn_name in not_called:
                 objective(model, objective.training_batch(feed.first_batch()), turn_name)

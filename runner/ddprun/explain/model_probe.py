@@ -28,7 +28,6 @@ from ddprun.engine.objective import (
     warmup_pass,
 )
 from ddprun.engine.optimizers import build_optimizer, check_closure, settings_of_stages
-from ddprun.engine.preserve_state import preserve_state
 from ddprun.engine.turns import Turns, build_turns
 from ddprun.host.device import gpu_count
 from ddprun.host.pipeline_folder import prepare_imports
@@ -206,7 +205,7 @@ def _buckets(
         model.train()
         if sum(one.nbytes for one in model.parameters()) > _LARGE_BYTES:
             # A model that looks at values cannot run without them: then it runs with them.
-            with suppress(Exception), preserve_state(precision.device, model, objective.loss):
+            with suppress(Exception), seeding.preserve_state(precision.device, model, objective.loss):
                 ready = _params_in_ready_order(model, objective, content, turn, _on_meta)
         if ready is None:
             ready = _params_in_ready_order(model, objective, content, turn, lambda value: value)
