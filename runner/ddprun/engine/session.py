@@ -20,7 +20,6 @@ from ddprun.config import LoadedPipeline
 from ddprun.engine.balance import Balances
 from ddprun.engine.build import HeldOutData
 from ddprun.engine.compiling import GraphCompiler
-from ddprun.engine.ema import WeightAverage
 from ddprun.engine.feeds import Feeds
 from ddprun.engine.fingerprints import DatasetFingerprints
 from ddprun.engine.interrupts import ComparisonSliceClient, SignalRequests
@@ -29,6 +28,7 @@ from ddprun.engine.objective import Objective, Precision
 from ddprun.engine.reporter import Reporter
 from ddprun.engine.stacks import HookStacksByStage
 from ddprun.engine.turns import Turns
+from ddprun.engine.weights import WeightAverage
 from ddprun.parallel.ranks import Ranks
 from ddprun.sync.audit import AuditResult
 from ddprun.sync.buffers import BufferSync, FrozenParameters

@@ -12,7 +12,6 @@ from ddprun.config import LoadedPipeline
 from ddprun.engine import build, compiling, seeding
 from ddprun.engine.balance import batchnorm_warning, open_balances
 from ddprun.engine.data import Feed
-from ddprun.engine.ema import WeightAverage
 from ddprun.engine.feeds import Feeds, check_epoch_ends, open_feeds
 from ddprun.engine.fingerprints import DatasetFingerprints
 from ddprun.engine.interrupts import SignalRequests
@@ -34,7 +33,7 @@ from ddprun.engine.session import RunComponents, RunState, Session
 from ddprun.engine.stacks import HookStacksByStage, open_stacks
 from ddprun.engine.state import check_state_storable, find_locations, open_writer
 from ddprun.engine.turns import Turns, build_turns
-from ddprun.engine.weights import has_train_eval_modes, load_weights
+from ddprun.engine.weights import WeightAverage, has_train_eval_modes, load_weights
 from ddprun.host import dev_shm, rank_files
 from ddprun.host.pipeline_folder import prepare_imports
 from ddprun.parallel.ddp import DdpReplica

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ddprun.config import AverageStage, BroadcastStage, LoadedPipeline, Stage, StepStage, StepStageSettings
 from ddprun.engine.data import Feed
-from ddprun.engine.ema import initial_averages
 from ddprun.engine.optimizers import takes_closure
 from ddprun.engine.sequence import (
     Action,
@@ -26,7 +25,7 @@ from ddprun.engine.sequence import (
     equalize,
 )
 from ddprun.engine.turns import build_turns
-from ddprun.engine.weights import has_train_eval_modes
+from ddprun.engine.weights import has_train_eval_modes, initial_averages
 from ddprun.explain.model_probe import ModelProbe, WorldShape, probe_model
 from ddprun.explain.traffic import Bucket, Route, SentBytes, TrafficSimulator, total
 from ddprun.host.code_folders import private_code_caches
