@@ -266,14 +266,12 @@ def _parse_with_keys_beside(kind: str, value: Any) -> Choice:
     return replace(parse_choice(kind, named, KEYS_BESIDE[kind]), beside=beside)
 
 
-_PARSE = {"optimizer": parse_optimizer, "schedule": parse_schedule, "metric": parse_metric}
-
-
-def choice_validator(kind: str) -> CustomValidator:
-    """For `Annotated[Choice, …]`: a choice of this kind, with what may stand beside its name."""
-    if kind in _PARSE:
-        return CustomValidator(_PARSE[kind], f"any_{kind}")
-    return CustomValidator(functools.partial(parse_choice, kind), kind)
+def choice_validator(
+    kind: str, parse: Callable[[Any], Any] | None = None, definition: str = ""
+) -> CustomValidator:
+    """For `Annotated[Choice, …]`: a choice of this kind, or what `parse` reads and the schema calls so."""
+    read = parse or functools.partial(parse_choice, kind)
+    return CustomValidator(read, definition or kind)
 
 
 _MakeError = Callable[..., ValidationError]  # `problem` at the place of a choice's name

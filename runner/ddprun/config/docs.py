@@ -100,7 +100,7 @@ def type_words(schema: dict[str, Any], definitions: Mapping[str, Any] = MappingP
         keys = definitions.get(schema["$ref"].rpartition("/")[2], {}).get("properties", ())
         return f"{{{', '.join(keys)}}}" if keys else "anything"
     if "definition" in schema:
-        name = schema["definition"].removeprefix("any_")
+        name = schema["definition"].removeprefix("any_").removeprefix("stage_")
         return _DEFINITIONS.get(name, f"a {name}")
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(type_words(item, definitions) for item in schema["anyOf"]))

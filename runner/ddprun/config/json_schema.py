@@ -27,9 +27,11 @@ def json_schema() -> Schema:
     over: Schema = {"enum": ["stage", "run"], "description": "What it spans: each stage, or the whole run."}
     metric: Schema = {"type": "string", "minLength": 1}
     metric["description"] = "The metric by which it steps, after evaluations."
-    definitions["any_schedule"] = _with_keys_beside("schedule", definitions, {"over": over, "metric": metric})
-    beside: dict[str, Schema] = {"closure": {"const": True}, "others": {"$ref": "#/$defs/optimizer"}}
-    definitions["any_optimizer"] = _with_keys_beside("optimizer", definitions, beside)
+    for name, beside in (("stage", {"metric": metric}), ("any", {"over": over, "metric": metric})):
+        definitions[f"{name}_schedule"] = _with_keys_beside("schedule", definitions, beside)
+    others: dict[str, Schema] = {"others": {"$ref": "#/$defs/optimizer"}}
+    for name, beside in (("stage", others), ("any", {"closure": {"const": True}, **others})):
+        definitions[f"{name}_optimizer"] = _with_keys_beside("optimizer", definitions, beside)
     parts = {"name": {"type": "string", "minLength": 1}, "output": _KEY_SCHEMA, "target": _KEY_SCHEMA}
     definitions["any_metric"] = _with_keys_beside("metric", definitions, parts)
     stages = {name: _stage_schema(stage, definitions) for name, stage in STAGES.items()}

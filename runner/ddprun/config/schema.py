@@ -7,7 +7,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, create_model
 
 from ddprun.config import sections
-from ddprun.config.choices import Choice, choice_validator, trusted_options_model
+from ddprun.config.choices import (
+    Choice,
+    choice_validator,
+    parse_optimizer,
+    parse_schedule,
+    trusted_options_model,
+)
 from ddprun.config.errors import validate
 from ddprun.config.stages import (
     AverageStage,
@@ -71,14 +77,14 @@ class Pipeline(Options):
     """A torch loss, the import path of a function of (output, target), or `model` if the model returns its
     own."""
 
-    optimizer: Annotated[Choice, choice_validator("optimizer")]
+    optimizer: Annotated[Choice, choice_validator("optimizer", parse_optimizer, "any_optimizer")]
     """A torch optimizer, or an import path."""
 
     groups: sections.ParameterGroups = ()
     """Parameter groups: patterns of names, and optimizer options for these parameters; the first group
     that matches counts."""
 
-    schedule: Annotated[Choice, choice_validator("schedule")] | None = None
+    schedule: Annotated[Choice, choice_validator("schedule", parse_schedule, "any_schedule")] | None = None
     """A torch schedule, stepped once per optimizer step; a length that is left out is the stage's steps. With
     `over: run` beside it, one schedule and one warm-up span all stages; with `metric` beside it, it is
     stepped by that metric after each evaluation of its stage."""

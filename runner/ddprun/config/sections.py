@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, model_validator
 
 from ddprun.config.built_ins import BatchKey, NonEmptyString, OneOrMore, parse_batch_key
-from ddprun.config.choices import Choice, choice_validator, parse_choice
+from ddprun.config.choices import Choice, choice_validator, parse_choice, parse_metric
 from ddprun.config.errors import validate
 from ddprun.options import (
     CustomValidator,
@@ -32,7 +32,7 @@ SAFETENSORS_CONSTRAINT = pattern_constraint(
 SyncChoice = Annotated[Choice, choice_validator("sync")]
 HookStack = Annotated[tuple[Annotated[Choice, choice_validator("hook")], ...], Field(strict=False)]
 TrackerList = Annotated[tuple[Annotated[Choice, choice_validator("tracker")], ...], Field(strict=False)]
-AnyMetric = Annotated[Choice, choice_validator("metric")]
+AnyMetric = Annotated[Choice, choice_validator("metric", parse_metric, "any_metric")]
 Metrics = Annotated[tuple[AnyMetric, ...], Field(strict=False)]
 
 

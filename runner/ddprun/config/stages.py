@@ -7,11 +7,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, PrivateAttr, field_validator, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
 from ddprun.config import sections
 from ddprun.config.built_ins import OneOrMore
-from ddprun.config.choices import RESERVED_METRIC_NAMES, Choice, choice_validator
+from ddprun.config.choices import (
+    RESERVED_METRIC_NAMES,
+    Choice,
+    choice_validator,
+    parse_optimizer,
+    parse_schedule,
+)
 from ddprun.config.errors import validate
 from ddprun.config.faults import allowed_values
 from ddprun.options import (
@@ -195,6 +201,20 @@ OVERRIDABLE_KEYS = (
 )  # keys of the pipeline that a train stage may name for itself; a forward stage all but `accumulate`
 
 
+def _parse_schedule(value: Any) -> Choice:
+    if isinstance(value, dict) and "over" in value:
+        text = "a stage's own schedule always spans that stage"
+        raise problem(text, "write over: run beside the schedule at the top", at="over", on_key=True)
+    return parse_schedule(value)
+
+
+def _parse_optimizer(value: Any) -> Choice:
+    if isinstance(value, dict) and "closure" in value:
+        text = "whether steps get a closure is said once, for all stages"
+        raise problem(text, "write closure: true beside the optimizer at the top", at="closure", on_key=True)
+    return parse_optimizer(value)
+
+
 class StepStage(Stage):
     """Base of the stages that take steps. Their keys apply to this stage only."""
 
@@ -214,10 +234,12 @@ class StepStage(Stage):
     sync: sections.SyncChoice = Field("every_step", validate_default=True)
     hooks: sections.HookStack = ()
     buffers: sections.BuffersField = Field("auto", validate_default=True)
-    optimizer: Annotated[Choice | None, choice_validator("optimizer")] = None
+    optimizer: Annotated[
+        Choice | None, choice_validator("optimizer", _parse_optimizer, "stage_optimizer")
+    ] = None
     """Other settings for the same optimizer, which keeps its state."""
 
-    schedule: Annotated[Choice, choice_validator("schedule")] | None = None
+    schedule: Annotated[Choice, choice_validator("schedule", _parse_schedule, "stage_schedule")] | None = None
     warmup_steps: NonNegativeInt = 0
     clip_norm: PositiveFloat | None = None
     clip_value: PositiveFloat | None = None
@@ -235,15 +257,6 @@ class StepStage(Stage):
 
     stop: EarlyStop | None = None
     """End the stage when evaluations stop improving."""
-
-    @field_validator("schedule", "optimizer")
-    @classmethod
-    def _without_keys_of_all_stages(cls, choice: Choice | None) -> Choice | None:
-        for key in ("over", "closure"):
-            if choice is not None and key in choice.beside:
-                hint = f"write it beside the {choice.kind} at the top"
-                raise problem(f'"{key}" holds for all stages', hint, at=key, on_key=True)
-        return choice
 
     @model_validator(mode="after")
     def _steps_or_epochs(self) -> Self:
