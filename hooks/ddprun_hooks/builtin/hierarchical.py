@@ -40,7 +40,7 @@ class Hierarchical(Hook):
         if self._uses_shared_memory:
             within = within.in_shared_memory()
         numel = payload.tensor.numel()
-        sizes, shard_params = _shard_layout(payload.params, numel, within.size, within.rank)
+        sizes, shard_params = _shard_layout(tuple(payload.params), numel, within.size, within.rank)
         dtype = payload.tensor.dtype
         wire_dtype = DTYPES[self._cast_name] if self._cast_name and within.size > 1 else dtype
 
@@ -90,10 +90,10 @@ class Hierarchical(Hook):
 @functools.lru_cache(maxsize=1024)
 def _shard_layout(
     params: tuple[ParamSlice, ...], numel: int, parts: int, rank: int
-) -> tuple[list[int], tuple[ParamSlice, ...]]:
+) -> tuple[tuple[int, ...], tuple[ParamSlice, ...]]:
     """Elements of each rank's share, and the parameters, and parts of them, in this rank's."""
     bounds = list(itertools.pairwise([0, *row_aligned_ends(params, numel, parts)]))
-    return [high - low for low, high in bounds], param_slices_between(params, *bounds[rank])
+    return tuple(high - low for low, high in bounds), param_slices_between(params, *bounds[rank])
 
 
 def row_aligned_ends(params: Sequence[ParamSlice], numel: int, parts: int) -> list[int]:

@@ -97,13 +97,17 @@ _BOUNDS = {
 def type_words(schema: dict[str, Any], definitions: Mapping[str, Any] = MappingProxyType({})) -> str:
     """Describe the JSON Schema of an option in words: `a whole number, at least 1`."""
     if "$ref" in schema:
-        keys = definitions.get(schema["$ref"].rpartition("/")[2], {}).get("properties", ())
+        found = definitions.get(schema["$ref"].rpartition("/")[2], {})
+        keys = found.get("properties", ())
+        if found.get("maxProperties") == 1:
+            return " or ".join(f"{{{key}}}" for key in keys)
         return f"{{{', '.join(keys)}}}" if keys else "anything"
     if "definition" in schema:
         name = schema["definition"].removeprefix("any_").removeprefix("stage_")
         return _DEFINITIONS.get(name, f"a {name}")
     if "anyOf" in schema:
-        return " or ".join(dict.fromkeys(type_words(item, definitions) for item in schema["anyOf"]))
+        options = list(dict.fromkeys(type_words(item, definitions) for item in schema["anyOf"]))
+        return (", or " if "," in options[0] else " or ").join(options)
     if "enum" in schema:
         return " or ".join(str(item) for item in schema["enum"])
     if "const" in schema:

@@ -92,8 +92,10 @@ def _stage_schema(stage: type[Stage], definitions: dict[str, Schema]) -> Schema:
 def _kind_schema(kind: ChoiceKind, definitions: dict[str, Schema]) -> Schema:
     options: dict[str, Schema] = {}
     for name, model, source in kind.models():
-        schema = _model_schema(model, definitions) if model else {"type": "object"}
+        schema: Schema = _model_schema(model, definitions) if model else {"type": "object"}
         if kind.torch_kind and source == "torch":
+            for option in schema["properties"].values():
+                option.pop("default", None)  # it may be an expression, in words
             definitions[f"{kind.name}.{name}"] = schema
             reference = {"$ref": f"#/$defs/{kind.name}.{name}"}
             if "required" in schema:

@@ -137,7 +137,7 @@ class Replay(Options):
     """The run's folder, relative to the pipeline's."""
 
 
-_Weights = dict[str, PositiveFloat]
+_Weights = Annotated[dict[str, PositiveFloat], Field(min_length=1)]
 _BALANCE_WEIGHTS = TypeAdapter(_Weights, config=ConfigDict(strict=True, allow_inf_nan=False))
 
 

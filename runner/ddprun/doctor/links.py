@@ -280,9 +280,9 @@ class _LinkBenchmark:
 
 
 def _mbit_per_s(nbytes: int, calls: Sequence[_CallTiming], latency_s: float) -> float:
-    """Median Mbit/s of so many bytes without the latency, unless that is most of the time."""
+    """Median Mbit/s of so many bytes, without the latency as far as that is not most of the time."""
     took_s = _median_s(calls)
-    return 8e-6 * nbytes / (took_s - latency_s if took_s > 1.5 * latency_s else took_s)
+    return 8e-6 * nbytes / max(took_s - latency_s, took_s / 3)
 
 
 def rates_by_bytes(

@@ -360,7 +360,9 @@ class Feed:
         return self._rank_indices(order, 0, self._sizes[0])[:largest] or order[:1]
 
     def _check_length(self) -> None:
-        size, least = self._nominal_epoch_samples, self._least if self.drop_last else self.world_size
+        size, least = self._nominal_epoch_samples, self.world_size
+        if self.drop_last:
+            least = max(least, self._least)
         if self.sharded and not min(self._lengths):
             problem = f"rank {self._lengths.index(0)}'s part of the data has no sample"
             raise self.make_error(problem, _FEWER_RANKS)

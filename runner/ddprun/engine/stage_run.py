@@ -203,7 +203,11 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
             other_length = not (same_length or settings.schedule_metric)
             new_rates = saved["new_rates"] or other_length
             by_metric = settings.schedule_metric is not None
-            restore_mid_stage(session, saved, new_rates=new_rates, by_metric=by_metric)
+            to_replay = restore_mid_stage(session, saved, new_rates=new_rates, by_metric=by_metric)
+        if to_replay:  # follow the new schedule from its start to here
+            assert state.schedule is not None
+            replay_schedule(state.schedule, to_replay)
+        seeding.restore_generators(saved["generators"], runtime.device)
         return run
     for action in sequence.begin():
         execute_action(run, action, state.step)

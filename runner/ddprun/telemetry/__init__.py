@@ -3,9 +3,9 @@
 One step's numbers take this way::
 
     loop, dispatcher, exchanger         marks, losses and bucket traces of a running step
-      recorder.py, clock.py               StepRecorder.begin_step, lap, end_step -> MarkBuffer
+      recorder.py, clock.py               StepRecorder.begin_step, lap, end_step -> StepMarks
     every half second
-      steps.py                            resolve_steps: MarkBuffer -> ResolvedSteps
+      steps.py                            resolve_steps: StepMarks -> ResolvedSteps
       control_message.py                  Accumulator -> messages, posted to all ranks
     a step later
       control_message.py                  all_ready_us: the messages of all ranks -> ready times
