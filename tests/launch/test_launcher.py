@@ -35,6 +35,7 @@ TASK_FOR_EACH_RANK = JOB | {
     "SLURM_NODEID": "2",
     "SLURM_STEP_NUM_TASKS": "5",
     "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
 }
 TASK_FOR_EACH_HOST = JOB | {
     "SLURM_PROCID": "1",
@@ -42,6 +43,7 @@ TASK_FOR_EACH_HOST = JOB | {
     "SLURM_NODEID": "1",
     "SLURM_STEP_NUM_TASKS": "3",
     "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
 }
 BATCH_SCRIPT = {"SLURM_JOB_ID": "17", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_NODEID": "0"}
 
@@ -102,6 +104,9 @@ def test_srun_gives_each_task_its_place() -> None:
         "RANK": "4",
         "WORLD_SIZE": "5",
         "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "GROUP_RANK": "2",
+        "GROUP_WORLD_SIZE": "3",
         "MASTER_ADDR": "gpu003",
     }
     assert 15_000 <= int(port) < 30_000
@@ -137,7 +142,6 @@ def test_srun_gives_each_task_its_place() -> None:
         ),
         (TASK_FOR_EACH_RANK | {"SLURM_PROCID": "5"}, {}, "srun's variables contradict each other"),
         (TASK_FOR_EACH_RANK | {"SLURM_STEP_NUM_NODES": "2"}, {}, "SLURM_NODEID=2 of SLURM_STEP_NUM_NODES=2"),
-        (TASK_FOR_EACH_RANK | {"SLURM_STEP_NUM_NODES": "6"}, {}, "SLURM_NODEID=2 of SLURM_STEP_NUM_NODES=6"),
         (KUBEFLOW | {"PET_NODE_RANK": "x"}, {}, "PET_NODE_RANK is 'x'; it must be a number from 0 on"),
     ],
 )

@@ -105,15 +105,17 @@ def _srun_launcher(environment: Mapping[str, str], flags: Flags) -> Launcher | N
         return None
     task, tasks = _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_STEP_NUM_TASKS")
     node, nodes = _number(environment, "SLURM_NODEID"), _number(environment, "SLURM_STEP_NUM_NODES")
-    if task >= tasks or node >= nodes or nodes > tasks:
+    on_node = _parse_tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    if len(on_node) != nodes or sum(on_node) != tasks or task >= tasks or node >= nodes:
         raise LauncherError(
             f"srun's variables contradict each other: SLURM_PROCID={task} of SLURM_STEP_NUM_TASKS={tasks}, "
-            f"SLURM_NODEID={node} of SLURM_STEP_NUM_NODES={nodes}"
+            f"SLURM_NODEID={node} of SLURM_STEP_NUM_NODES={nodes}, SLURM_STEP_TASKS_PER_NODE="
+            f"{environment.get('SLURM_STEP_TASKS_PER_NODE', '')}"
         )
     job, step = environment.get("SLURM_JOB_ID", "0"), environment["SLURM_STEP_ID"]
     first = first_host(environment.get("SLURM_STEP_NODELIST", ""))
     port = str(_PORTS[zlib.crc32(f"{job}.{step}".encode()) % len(_PORTS)])
-    if tasks == nodes:
+    if max(on_node) == 1:
         found = {"nnodes": "1"}
         if nodes > 1:
             found = {
@@ -128,6 +130,9 @@ def _srun_launcher(environment: Mapping[str, str], flags: Flags) -> Launcher | N
         "RANK": str(task),
         "WORLD_SIZE": str(tasks),
         "LOCAL_RANK": str(_number(environment, "SLURM_LOCALID")),
+        "LOCAL_WORLD_SIZE": str(on_node[node]),
+        "GROUP_RANK": str(node),
+        "GROUP_WORLD_SIZE": str(nodes),
         "MASTER_ADDR": first if nodes > 1 else "127.0.0.1",
         "MASTER_PORT": port,
     }
@@ -152,6 +157,16 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
         found = "not set" if text is None else repr(text)
         raise LauncherError(f"{name} is {found}; it must be a number from 0 on")
     return int(text)
+
+
+def _parse_tasks_per_node(text: str) -> list[int]:
+    """Tasks on each host, of `2(x3),1`."""
+    found: list[int] = []
+    for part in text.split(","):
+        if (match := re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part)) is None:
+            return []
+        found += [int(match[1])] * int(match[2] or 1)
+    return found
 
 
 def first_host(nodes: str) -> str:

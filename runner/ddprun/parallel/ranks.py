@@ -118,15 +118,11 @@ class Ranks:
         endpoint = os.environ["MASTER_ADDR"]
         addresses = self.gather("addresses", [self.host, address_towards(endpoint)])
         hosts = [host for host, _ in addresses]
-        if "LOCAL_WORLD_SIZE" not in os.environ:
+        if "LOCAL_RANK" not in os.environ:
             local_rank, local_size = hosts[: self.rank].count(self.host), hosts.count(self.host)
-            if "LOCAL_RANK" in os.environ:
-                local_rank = self.environment.local_rank
             self.environment = Environment(self.rank, self.size, local_rank, local_size)
         others = [address for host, address in addresses if host != self.host]
         if not others:
-            if len({address for _, address in addresses}) == 1:  # else hosts have the same name
-                choose_loopback()
             return
         fault = ""
         try:
