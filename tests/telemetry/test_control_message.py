@@ -27,6 +27,7 @@ from ddprun.telemetry.control_message import (
     HookOverflow,
     OwnMessages,
     empty_messages,
+    find_overflow,
     means_over_ranks,
     message_length,
 )
@@ -47,7 +48,7 @@ class Message(NamedTuple):
 
     step: int
     row: int
-    overflow: HookOverflow | None
+    findings: Sequence[BucketTrace[int]]
 
 
 def step_of(number: int, samples: int, *, exchanged: bool = True) -> MadeStep:
@@ -81,7 +82,7 @@ def messages_of(steps: Sequence[MadeStep], lengths: Sequence[int], buckets: int 
         resolved = resolve_steps(steps_of(steps[first : first + length]), Clock(), every=1)
         own = accumulator.make_messages(resolved, turns=[range(buckets)], offset_us=OFFSET_US)
         messages += [
-            Message(step, first + row, own.overflows.get(place))
+            Message(step, first + row, own.findings.get(place, ()))
             for place, (step, row) in enumerate(zip(own.steps, own.rows, strict=True))
         ]
         numbers.append(own.numbers)
@@ -97,8 +98,7 @@ def left_over(accumulator: Accumulator) -> list[object]:
         accumulator.sums.tolist(),
         accumulator.values.tolist(),
         accumulator.last_step,
-        accumulator.worst_finding,
-        accumulator.overflow,
+        accumulator.first_finding,
     ]
 
 
@@ -144,13 +144,13 @@ def test_a_message_is_about_all_steps_since_the_one_before() -> None:
     beside = [trace(0, 2005, kind="delta"), trace(1, 2003, kind="delta")]
     steps[1].sync, steps[1].requests = NonBackwardExchanges(beside, beside, []), STOP
     (message,), (numbers,), (loss,), left = messages_of(steps, [3])
-    assert message == (2, 1, HookOverflow("gradient", 1, "fp16", ()))
+    assert (message.step, message.row, list(message.findings)) == (2, 1, steps[0].traces)
     assert loss.tolist() == pytest.approx([0.1 * 2 + 0.2 * 3, 5])
     assert numbers[[SAMPLES_AT, STEPS_AT, US_AT, REQUESTS_AT]].tolist() == [5, 2, 20, STOP]
-    assert numbers[FINDING_AT] == 1
+    assert numbers[FINDING_AT] != 0
     assert numbers[SYNC_READY_AT] == 2005 - OFFSET_US
     assert numbers[READY_AT:].tolist() == [1995 - OFFSET_US, 0, 1999 - OFFSET_US]
-    assert (left.last_step, left.worst_finding, left.overflow) == (3, 0, None)
+    assert (left.last_step, left.first_finding, left.traces_with_findings) == (3, 0, [])
     own = empty_messages([range(3)], 2)
     own.add_remainder(left, 3)
     (rest,), about = own.numbers, own.steps
@@ -167,16 +167,21 @@ def test_each_bucket_has_its_ready_time() -> None:
     assert numbers[READY_AT:].tolist() == [900 + bucket - OFFSET_US for bucket in range(100)]
 
 
-def test_nothing_overflows_where_a_ranks_own_values_were_not_finite() -> None:
-    """Whichever rank that is."""
-    overflow = HookOverflow("gradient", 1, "fp16", ())
-    numbers = np.stack([np.stack([message()[0]] * 2)] * 3)
-    numbers[..., FINDING_AT] = [[1, 0], [1, 2], [2, 1]]
-    own = OwnMessages(numbers[:, 0], [1, 2, 3], [0, 1, 2], dict.fromkeys(range(3), overflow))
-    means = means_over_ranks(np.ones((3, 2, 2)))
-    found = combine_messages(own, numbers, means, (), (0,), StragglerDetector(20, 0.1))
-    assert found is not None
-    assert found.overflows == [(1, overflow)]
+def test_findings_that_are_empty_are_kept_too() -> None:
+    """As on a device, where that is known later: another rank may have lost something of the same bucket."""
+    steps = [step_of(1, 1), step_of(2, 1), step_of(3, 1)]
+    for step, code in zip(steps, (0, 1, 0), strict=True):
+        step.traces, step.backward_end = [trace(0, 1000 * step.number - 5, code)], step.marks[-1]
+    messages, numbers, _, left = messages_of(steps, [3])
+    assert [list(message.findings) for message in messages] == [step.traces for step in steps]
+    assert [finding > 0 for finding in numbers[:, FINDING_AT]] == [False, True, False]
+    assert left.traces_with_findings == []
+    left.note_findings(steps[0].traces)
+    own = left.make_messages(
+        resolve_steps(steps_of([step_of(4, 1)]), Clock(), every=1), turns=[], offset_us=0.0
+    )
+    assert own.findings == {0: steps[0].traces}
+    assert left.traces_with_findings == []
 
 
 def test_what_hooks_have_found_is_read_at_once() -> None:
@@ -198,9 +203,12 @@ def test_what_hooks_have_found_is_read_at_once() -> None:
     with Reads() as reads:
         resolved = resolve_steps(made, Clock(), every=1)
         own = Accumulator().make_messages(resolved, turns=[], offset_us=0.0)
+        findings = own.numbers[:, FINDING_AT].astype(int).tolist()
+        overflown = [place for place, code in enumerate(findings) if code]
+        found = [find_overflow([0, findings[place]], own.findings.get(place, ())) for place in overflown]
     assert reads.count == 0
-    assert own.numbers[:, FINDING_AT].tolist() == [step == 7 for step in own.steps]
-    assert own.overflows == {6: HookOverflow("gradient", 4, "fp16", ("layer.weight",))}
+    assert [own.steps[place] for place in overflown] == [7]
+    assert found == [HookOverflow("gradient", 4, "fp16", ("layer.weight",))]
 
 
 def test_a_loss_that_is_not_a_number_is_in_one_message() -> None:
@@ -307,7 +315,7 @@ def test_all_ranks_know_what_each_has_posted() -> None:
 
 
 def test_the_parts_of_a_message_do_not_overlap() -> None:
-    """Sums, requests, the worst finding and ready times, one behind another."""
+    """Sums, requests, the first finding and ready times, one behind another."""
     places = [SAMPLES_AT, STEPS_AT, US_AT, *range(OWN_AT, OWN_AT + len(OWN_PARTS))]
     places += [REQUESTS_AT, FINDING_AT, SYNC_READY_AT, READY_AT]
     assert places == list(range(message_length([range(1)])))

@@ -6,12 +6,12 @@ later. `all_ready_us` matches their ready times with this rank's traces, so that
 can split its waiting; `recorder.combine_messages` and `stragglers.py` read the rest.
 
 A message is a row of numbers: first those in `SUMS`, added up since the message before; then requests, the
-worst finding of hooks, and times at which buckets were ready, in microseconds of rank 0's clock (0: none).
+first finding of hooks, and times at which buckets were ready, in microseconds of rank 0's clock (0: none).
 The loss and the numbers beside it travel behind a message: sums since the message before, then weights.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy as np
 from ddprun.telemetry.records import OWN_PARTS
 from ddprun.telemetry.steps import FloatArray, IntArray, ResolvedSteps, means_of
 from ddprun_hooks.comm.trace import BucketTrace
-from ddprun_hooks.payload import PayloadKind
+from ddprun_hooks.payload import Finding, PayloadKind
 
 STOP, CHECKPOINT, COMPARE_CLOCKS = 1, 2, 4  # requests; a message has their sum
 SUMS = ("samples", "steps", "us", *OWN_PARTS)
@@ -29,7 +29,7 @@ SUMS = ("samples", "steps", "us", *OWN_PARTS)
 SAMPLES_AT, STEPS_AT, US_AT, OWN_AT = range(4)
 REQUESTS_AT = len(SUMS)
 FINDING_AT, SYNC_READY_AT, READY_AT = range(REQUESTS_AT + 1, REQUESTS_AT + 4)
-"""Where in a message are: the worst finding (`Finding.code`); when the last bucket outside backward was
+"""Where in a message are: the first finding (`first_finding`); when the last bucket outside backward was
 ready; when each gradient bucket was ready, by its number, zeros if this rank exchanged none.
 """
 
@@ -41,16 +41,6 @@ def message_length(turns: Sequence[range]) -> int:
     return READY_AT + max((turn.stop for turn in turns), default=0)
 
 
-@dataclass(frozen=True, slots=True)
-class HookOverflow:
-    """A bucket whose mean a hook's cast made infinite though every rank's own values were finite."""
-
-    kind: PayloadKind
-    bucket: int
-    hook: str
-    params: tuple[str, ...]
-
-
 @dataclass(slots=True)
 class OwnMessages:
     """Messages of this rank."""
@@ -58,7 +48,7 @@ class OwnMessages:
     numbers: FloatArray  # shape (messages, numbers of a message)
     steps: list[int]  # that each is about; behind them the stage's last step, if `add_remainder` was called
     rows: list[int]  # these steps' rows in `ResolvedSteps`; the remainder of a stage has none
-    overflows: dict[int, HookOverflow]  # by message, the first; one if all ranks' own values were finite
+    findings: dict[int, Sequence[BucketTrace[int]]]  # by message, traces in which hooks have found something
     values: FloatArray = field(default_factory=lambda: np.zeros((0, 0)))
     """Of the loss and the numbers beside it: sums, then weights; shape (messages, 2 * numbers)."""
 
@@ -67,9 +57,8 @@ class OwnMessages:
         rank sends one, since others may have something left where this one does not.
         """
         row = np.zeros((1, self.numbers.shape[1]))
-        row[0, :REQUESTS_AT], row[0, FINDING_AT] = remainder.sums, remainder.worst_finding
-        if remainder.overflow is not None:
-            self.overflows[len(self.steps)] = remainder.overflow
+        row[0, :REQUESTS_AT], row[0, FINDING_AT] = remainder.sums, remainder.first_finding
+        self.findings[len(self.steps)] = remainder.traces_with_findings
         self.steps.append(last_step)
         self.numbers = np.vstack((self.numbers, row))
         self.values = np.vstack((self.values, remainder.sums_of_values(self.values.shape[1])))
@@ -86,14 +75,14 @@ class Accumulator:
 
     sums: FloatArray = field(default_factory=lambda: np.zeros(len(SUMS)))
     last_step: int = 0
-    worst_finding: int = 0  # of hooks, the largest code
-    overflow: HookOverflow | None = None  # the first bucket that did not come back finite
+    first_finding: int = 0  # code of the first bucket that did not come back finite
+    traces_with_findings: list[BucketTrace[int]] = field(default_factory=list)  # of hooks
     values: FloatArray = field(default_factory=lambda: np.zeros(0))  # as in messages; empty: none so far
 
     def state_dict(self, value_names: Sequence[str]) -> dict[str, Any]:
         """As a checkpoint can hold it, with the numbers beside the loss by name."""
         sums = dict(zip(SUMS, self.sums.tolist(), strict=True))
-        about = {"last_step": self.last_step, "first_finding": self.worst_finding}
+        about = {"last_step": self.last_step, "first_finding": self.first_finding}
         loss, *pairs = self.sums_of_values(2 + 2 * len(value_names)).reshape(2, -1).T.tolist()
         return {**sums, **about, "loss": loss, "values": dict(zip(value_names, pairs, strict=True))}
 
@@ -111,13 +100,11 @@ class Accumulator:
         return self.values if len(self.values) else np.zeros(count)
 
     def note_findings(self, traces: Iterable[BucketTrace[int]]) -> None:
-        """Keep the worst of what hooks have found in these traces, and the first bucket with a finding."""
-        for trace in sorted(traces, key=lambda trace: (trace.kind, trace.bucket)):
-            for finding in trace.findings:
-                if finding.code and self.overflow is None:
-                    params = tuple(param.name for param in trace.params)
-                    self.overflow = HookOverflow(trace.kind, trace.bucket, finding.hook, params)
-                self.worst_finding = max(self.worst_finding, int(finding.code))
+        """Keep what hooks have found in these traces, and the first of it as a number."""
+        if found := [trace for trace in traces if trace.findings]:
+            first = next((int(finding.code) for _, finding in _nonfinite(found)), 0)
+            self.first_finding = self.first_finding or first
+            self.traces_with_findings += found
 
     def make_messages(
         self, resolved: ResolvedSteps, *, turns: Sequence[range], offset_us: float
@@ -133,9 +120,9 @@ class Accumulator:
         if rows:
             numbers[:, REQUESTS_AT] = [steps[row].requests for row in rows]
             _put_ready_times(resolved, rows, numbers, offset_us)
-        overflows = self._put_findings(resolved, rows, numbers)
+        findings = self._put_findings(resolved, rows, numbers)
         numbers_of = [steps[row].number for row in rows]
-        return OwnMessages(numbers, numbers_of, rows, overflows, values)
+        return OwnMessages(numbers, numbers_of, rows, findings, values)
 
     def _take_means(self, resolved: ResolvedSteps) -> FloatArray:
         """The loss and the numbers beside it, for each message; keeps what there is since the last one."""
@@ -167,18 +154,18 @@ class Accumulator:
 
     def _put_findings(
         self, resolved: ResolvedSteps, rows: Sequence[int], numbers: FloatArray
-    ) -> dict[int, HookOverflow]:
-        """Put the worst finding into each message; returns the first overflow of each that has one."""
-        by_row, by_message = resolved.findings, dict[int, HookOverflow]()
-        if not (by_row or self.worst_finding):
+    ) -> dict[int, Sequence[BucketTrace[int]]]:
+        """Put the first finding into each message; returns all of them, by message."""
+        by_row, by_message = resolved.findings, dict[int, Sequence[BucketTrace[int]]]()
+        if not (by_row or self.traces_with_findings or self.first_finding):
             return by_message
         for row, message in enumerate(_message_of(rows, resolved).tolist()):
             self.note_findings(by_row.get(row, ()))
             if message >= 0:
-                numbers[message, FINDING_AT] = self.worst_finding
-                if self.overflow is not None:
-                    by_message[message] = self.overflow
-                self.worst_finding, self.overflow = 0, None
+                numbers[message, FINDING_AT] = self.first_finding
+                if self.traces_with_findings:  # also where only another rank's values may have been lost
+                    by_message[message] = self.traces_with_findings
+                self.first_finding, self.traces_with_findings = 0, []
         return by_message
 
 
@@ -228,3 +215,29 @@ def _message_of(rows: Sequence[int], resolved: ResolvedSteps) -> IntArray:
     message_of = np.full(len(resolved.steps), -1)
     message_of[rows] = range(len(rows))
     return message_of
+
+
+@dataclass(frozen=True, slots=True)
+class HookOverflow:
+    """A bucket whose mean a hook's cast made infinite though every rank's own values were finite."""
+
+    kind: PayloadKind
+    bucket: int
+    hook: str
+    params: tuple[str, ...]
+
+
+def _nonfinite(traces: Iterable[BucketTrace[int]]) -> Iterator[tuple[BucketTrace[int], Finding]]:
+    """The buckets that did not come back finite, in an order that is the same on all ranks, as they are."""
+    for trace in sorted(traces, key=lambda trace: (trace.kind, trace.bucket)):
+        yield from ((trace, finding) for finding in trace.findings if finding.code)
+
+
+def find_overflow(codes: Sequence[int], traces: Sequence[BucketTrace[int]]) -> HookOverflow | None:
+    """The overflow that each rank's `first_finding` shows; `traces` are this rank's in which hooks have found
+    something.
+    """
+    trace, finding = next(_nonfinite(traces), (None, None))
+    if trace is None or finding is None or 2 in codes:  # some rank's own values were not finite
+        return None
+    return HookOverflow(trace.kind, trace.bucket, finding.hook, tuple(param.name for param in trace.params))

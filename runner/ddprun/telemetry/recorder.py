@@ -38,6 +38,7 @@ from ddprun.telemetry.control_message import (
     OwnMessages,
     all_ready_us,
     empty_messages,
+    find_overflow,
     means_over_ranks,
 )
 from ddprun.telemetry.records import PARTS, ClockOffsets, MachineRecord, StepRecord, Straggler
@@ -113,9 +114,12 @@ def combine_messages(
     if not count:
         return None
     straggler_changed = stragglers.add(own.steps[: len(own.rows)], messages)
-    worst = messages[:count, :, FINDING_AT].max(1)  # above 1: some rank's own values were not finite
-    found = own.overflows.items()
-    overflows = [(own.steps[at], one) for at, one in found if at < count and worst[at] == 1]
+    overflows = list[tuple[int, HookOverflow]]()
+    findings = messages[:count, :, FINDING_AT].astype(int)
+    for message in np.flatnonzero(findings.any(1)).tolist():
+        found = find_overflow(findings[message].tolist(), own.findings.get(message, ()))
+        if found is not None:
+            overflows.append((own.steps[message], found))
     requests = np.bitwise_or.reduce(messages[..., REQUESTS_AT].astype(int), axis=0)  # of each rank
     of_any_rank = int(np.bitwise_or.reduce(requests))
     loss, values = (None, dict[str, float]()) if before is None else (before.loss, {**before.mean_values})
