@@ -231,9 +231,10 @@ class RankWatchdog(CollectiveObserver):
             if now - before > tick + _SUSPENSION_S:
                 self.suspended_us += round((now - before - tick) * 1e6)
             before = now
+            looked_us = self.clock_us()  # before a stop of this process that is not in `suspended_us` yet
             waits = self.find_overdue(tick)
             oldest = waits[0] if waits else None
-            too_long = oldest is not None and oldest.age_s(self.clock_us()) > self.timeout_s
+            too_long = oldest is not None and oldest.age_s(looked_us) > self.timeout_s
             self.write_status(waits)
             if oldest is not None and oldest.is_connecting and now - asked > _ASK_EVERY_S:
                 self.end_after_failure(oldest.description)
