@@ -150,9 +150,7 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
         load(state[part])
 
 
-def restore_mid_stage(
-    session: Session, state: Mapping[str, Any], *, new_rates: bool, by_metric: bool
-) -> int:
+def restore_mid_stage(session: Session, state: Mapping[str, Any], *, new_rates: bool, by_metric: bool) -> int:
     """Continue in the middle of a stage, whose policy has begun and whose schedule has been built. Called in
     `resume.errors_of_checkpoint`, too.
 
