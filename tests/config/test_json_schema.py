@@ -54,6 +54,23 @@ def check_accepts(kind: str, value: Any) -> bool:
     return True
 
 
+def test_each_default_is_allowed() -> None:
+    """Editors write it where a key is completed."""
+    for path, schema in sections(SCHEMA):
+        if "default" in schema and path[-1:] != ("properties",):
+            alone = {key: value for key, value in schema.items() if key != "default"}
+            jsonschema.Draft202012Validator({**alone, "$defs": SCHEMA["$defs"]}).validate(schema["default"])
+
+
+def sections(schema: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    """All mappings in a schema, with the keys that lead there."""
+    if isinstance(schema, dict):
+        yield path, schema
+    for key, value in schema.items() if isinstance(schema, dict) else enumerate(schema):
+        if isinstance(value, dict | list):
+            yield from sections(value, (*path, str(key)))
+
+
 def test_it_is_a_schema() -> None:
     """It is valid under draft 2020-12's own schema, and every reference in it leads somewhere."""
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
