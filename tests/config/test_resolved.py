@@ -159,8 +159,8 @@ PIPELINE = st.fixed_dictionaries(
 
 @given(PIPELINE)
 def test_resolved_loads_to_the_same_pipeline(tmp_path: Path, data: dict[str, Any]) -> None:
-    """The resolved text says what the file says: it loads to an equal pipeline with the same digest. Without
-    defaults, the text loads to the same keys and values.
+    """The resolved text says what the file says: it loads to an equal pipeline with the same digest, and with
+    the same warnings. Without defaults, the text loads to the same keys and values.
     """
     first = load(_written(tmp_path / "first.yaml", data))
     (tmp_path / "second.yaml").write_text(first.resolved_yaml(), encoding="utf-8")
@@ -168,6 +168,7 @@ def test_resolved_loads_to_the_same_pipeline(tmp_path: Path, data: dict[str, Any
     differing = {key for key, value in vars(first.pipeline).items() if vars(second.pipeline)[key] != value}
     assert differing <= {*CLUSTERS.built_in()}, "whose defaults are written out"
     assert second.digest() == first.digest()
+    assert {one.problem for one in second.warnings} == {one.problem for one in first.warnings}
     for one, other in zip(first.pipeline.stages, second.pipeline.stages, strict=True):
         assert to_plain_data(one) == to_plain_data(other)
         if isinstance(one, (TrainStage, ForwardStage)) and isinstance(other, (TrainStage, ForwardStage)):

@@ -19,7 +19,7 @@ from ddprun.config.checks.registry import (
 from ddprun.config.choices import Choice
 from ddprun.config.patterns import matches, pattern_problems
 from ddprun.config.schema import Pipeline
-from ddprun.config.sections import DataPair
+from ddprun.config.sections import DataPair, Loader
 from ddprun.config.stages import BEST_FILE, EvaluateStage, SaveStage, StageEvaluation, StepStage, metric_names
 from ddprun.config.tree import format_path
 from ddprun_hooks.config.messages import describe_value, error_message_parts, unknown_option
@@ -377,7 +377,7 @@ def _shares_of_a_batch(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for key, text in named.items() if loader.sharded else ():
         text += ' clashes with "sharded: true": each rank has samples of its own'
         yield KeyConflict(f"loader.{key}", text, "remove one of the two")
-    if "max_share" in loader.model_fields_set and loader.balance is None:
+    if loader.balance is None and loader.max_share != Loader().max_share:
         text = '"max_share" has no effect without "balance": shares are equal'
         yield warning("loader.max_share", text, "remove it")
     for stage, settings in pipeline.stages_and_settings():
