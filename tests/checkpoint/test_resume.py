@@ -265,6 +265,20 @@ def test_a_stage_that_is_done_cannot_become_another(tmp_path: Path) -> None:
     assert "these stages are done, or have begun" in done.stderr
 
 
+def test_a_schedule_that_cannot_be_followed_to_here_damages_no_checkpoint(tmp_path: Path) -> None:
+    """Another schedule, in the middle of a stage, which is over before the step of the kill."""
+    prepare(tmp_path, "every_step", "[]")
+    (tmp_path / "kill").write_text("1 70")
+    run(tmp_path, 2, may_die=True)
+    (tmp_path / "kill").unlink()
+    file = tmp_path / "p.yaml"
+    file.write_text(file.read_text().replace("{max_lr: 0.02}", "{max_lr: 0.02, total_steps: 2}"))
+    done = ddprun("p.yaml", "--run-dir=run", "--or-resume", "--nproc-per-node=2", cwd=tmp_path)
+    assert done.code == 1
+    assert "Tried to step" in done.stderr
+    assert "damaged" not in done.stderr
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that has come to its end."""

@@ -291,6 +291,7 @@ def test_drop_last_leaves_out_the_smaller_batch() -> None:
     [
         (7, {"drop_last": True}, "7 samples are fewer than one step of 2 ranks needs: 8"),
         (1, {}, "1 samples are fewer than one step of 2 ranks needs: 2"),
+        (1, {"drop_last": True, "global_batch": 1}, "1 samples are fewer than one step of 2 ranks needs: 2"),
     ],
 )
 def test_too_little_data_is_told_before_the_first_step(
