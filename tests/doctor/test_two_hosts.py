@@ -27,7 +27,7 @@ from tests.ranks import Running
 
 pytestmark = [needs_namespaces, pytest.mark.netns]
 
-WITH_LATENCY = Link(100, 10)
+WITH_LATENCY = Link(100, 20)
 EPHEMERAL = (32768, 60999)
 """net.ipv4.ip_local_port_range, Linux's default, which a new network namespace has."""
 
@@ -82,7 +82,7 @@ def test_one_slow_direction_is_told_from_the_other(tmp_path: Path) -> None:
 def test_a_latency_is_measured_as_explain_takes_it(tmp_path: Path) -> None:
     """One way, as `--latency` is: not that of a message so small that Gloo sends it in fewer rounds."""
     link = slowest_link_in_report(doctor_report(tmp_path, WITH_LATENCY))
-    assert link.latency_s == pytest.approx(10e-3, rel=0.2)
+    assert 18e-3 < link.latency_s < 32e-3  # a busy machine adds some, and a message too small has half
 
 
 @needs_firewall
