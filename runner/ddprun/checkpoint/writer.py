@@ -125,9 +125,13 @@ class CheckpointWriter:
             if self.location.leads:
                 self._jobs.put(replace(job, parts={}, staged=None))
         if wait:
-            self._jobs.join()
+            self.wait()
             if self.location.leads:  # all ranks have written their parts: what is unfinished stays so
                 folder.recover_interrupted_writes(self.root)
+
+    def wait(self) -> None:
+        """Wait until this rank's parts are written, or given up; in memory, those of all ranks."""
+        self._jobs.join()
 
     def close(self) -> None:
         """Finish what is being written, and end the thread."""
@@ -146,19 +150,20 @@ class CheckpointWriter:
                 outcome = CheckpointOutcome(job.step, time.monotonic() - started, problem=repr(error))
             if job.staged is not None:
                 job.staged.release()
-            if self.location.leads:
+            heard_first = self.location.leads or self.location.in_memory
+            if heard_first:
                 self._hear_outcome(job, outcome)
             if self._current_job is job:
                 self._current_job = None
             if self.rank == 0 and outcome is not None:
                 self.outcomes.put(outcome)
             self._jobs.task_done()
-            if not self.location.leads:
+            if not heard_first:
                 self._hear_outcome(job, None)
 
     def _hear_outcome(self, job: _Job, outcome: CheckpointOutcome | None) -> None:
         """Rank 0 stores what became of a checkpoint; the others wait for it: leaders, to delete older ones
-        then; ranks that lead no folder only until their next one waits.
+        then; ranks that lead no folder only until their next one waits, or the end of the run.
         """
         leads, last_over, last_written = self.location.leads, -1, self._last_written
 

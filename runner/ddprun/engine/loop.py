@@ -525,7 +525,7 @@ def act_on_messages(
                 return "stopped"
     if requested or session.checkpoint_is_due:
         take_checkpoint(session, requested=requested)
-    elif session.memory_checkpoint_is_due:
+    if session.memory_checkpoint_is_due:
         take_checkpoint(session, in_memory=True)
     report_checkpoints(session)
     session.reporter.report_choices(step, run.choosing_hooks)

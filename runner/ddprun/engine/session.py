@@ -220,7 +220,8 @@ class Session:
 
     @property
     def memory_checkpoint_is_due(self) -> bool:
-        """Whether one is taken in memory after this step, and none on disk; the same on all ranks."""
+        """Whether one is taken in memory after this step; the same on all ranks. The newest one is complete
+        before the next is taken: so two of them come in `memory_every` steps.
+        """
         every = self.runtime.loaded.pipeline.checkpoint.memory_every
-        takes_any = self.runtime.memory_checkpoints is not None and not self.checkpoint_is_due
-        return takes_any and is_due(every, self.state.step)
+        return self.runtime.memory_checkpoints is not None and is_due(max(every // 2, 1), self.state.step)

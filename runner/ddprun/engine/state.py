@@ -280,7 +280,8 @@ def take_checkpoint(
     """Take a checkpoint of the state as it is now, on disk or `in_memory`; called by all ranks after the same
     step.
 
-    At the run's end it waits until it is written. One that a signal has requested is answered on the screen.
+    At the run's end it waits until it is written; in memory, until the one before is. One that a signal has
+    requested is answered on the screen.
     """
     runtime, state, reporter = session.runtime, session.state, session.reporter
     writer, step = runtime.memory_checkpoints if in_memory else runtime.checkpoints, state.step
@@ -290,6 +291,9 @@ def take_checkpoint(
     if writer is None:
         return
     started = time.monotonic()
+    if in_memory:
+        runtime.ranks.watchdog.set_phase(b"checkpoint in memory")
+        writer.wait()
     state.cursor.count_time(in_stage=state.cursor.mid_stage)
     full_state, shared = collect_state(session), shared_keys(session)
     if state.replicas.parameters != "apart":
@@ -319,7 +323,8 @@ def take_checkpoint(
         runtime.records.collect()
     if not in_memory:
         reporter.events.info("checkpoint_taken", step=step, seconds=time.monotonic() - started)
-    writer.enqueue(step, parts, staged=staged, wait=at_end)
+    at_once = in_memory and runtime.loaded.pipeline.checkpoint.memory_every == 1
+    writer.enqueue(step, parts, staged=staged, wait=at_end or at_once)
     report_checkpoints(session)
     if at_end and writer.last_problem is not None:
         writer.final_problem = f"the checkpoint of step {step}, the last one: {writer.last_problem}"
