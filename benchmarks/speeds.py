@@ -3,7 +3,7 @@
     python -m benchmarks.speeds [--seconds 20] [--rounds 3] [--only "two ranks"] [--picture FILE.svg]
 
 Real runs on this machine, with equal shares and by speed in turns: a rank sleeps for longer in each sample,
-has a cgroup's CPU quota, or shares its core with busy processes. The ideal is the sum of the ranks' speeds,
+has a cgroup's CPU quota, or shares its core with a busy process. The ideal is the sum of the ranks' speeds,
 as each works in the run with equal shares. Prints samples per second, medians over rounds, from the second
 half of each run. A quota needs root privileges and the cgroup controller `cpu` (version 1); without them its
 row is left out. `--picture` draws one more run, whose rank 1 is slow for a while.
@@ -31,6 +31,7 @@ from ddprun.telemetry.reader import Run
 
 _CGROUPS = Path("/sys/fs/cgroup/cpu")
 _SLICE_US = 10_000  # of a quota
+_SPIN = "import os; rank = os.getppid()\nwhile os.getppid() == rank: pass"
 _WAITS = ("exposed_hook_us", "exposed_wait_us", "exposed_wire_us")
 
 
@@ -41,11 +42,17 @@ class Samples(Dataset[tuple[Tensor, int]]):
         ms: to sleep for a sample, of each rank; empty: work.
         slow_between: seconds of the run in which rank 1 sleeps for twice as long; empty: never.
         core: each rank on a core of its own.
+        busy: rank 1 has a child that keeps its core busy.
         cgroup: which rank 1 joins.
     """
 
     def __init__(
-        self, ms: list[float], slow_between: list[float], core: bool = False, cgroup: str = ""
+        self,
+        ms: list[float],
+        slow_between: list[float],
+        core: bool = False,
+        busy: bool = False,
+        cgroup: str = "",
     ) -> None:
         rank = int(os.environ.get("RANK", "0"))
         self.inputs = torch.randn(100_000, 64, generator=torch.Generator().manual_seed(0))
@@ -55,6 +62,8 @@ class Samples(Dataset[tuple[Tensor, int]]):
         self.work, self.began = bytes(400_000), 0.0
         if core:
             os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
+        if busy and rank == 1:
+            subprocess.Popen([sys.executable, "-c", _SPIN])
         if cgroup and rank == 1:
             (Path(cgroup) / "cgroup.procs").write_text(str(os.getpid()))
 
@@ -83,25 +92,27 @@ class Case:
     ms: tuple[float, ...] = ()
     core: bool = False
     quota: float | None = None  # of rank 1: the share of a core
-    hogs: int = 0  # busy processes on rank 1's core
+    busy: bool = False  # rank 1 shares its core with a busy process
 
 
 _EVERY_STEP = ("every_step", "every_step")
-_ROUNDS = ("{local_sgd: {every: 8}}", "{local_sgd: {every: {samples: 512}}}")
+
+
+def _rounds(ranks: int, batches: int) -> tuple[str, str]:
+    """Of so many batches of 32 samples on each rank, and of as many samples on all ranks together."""
+    samples = ranks * batches * 32
+    return f"{{local_sgd: {{every: {batches}}}}}", f"{{local_sgd: {{every: {{samples: {samples}}}}}}}"
+
+
 CASES = [
     Case("two ranks, one sleeps twice as long", 2, _EVERY_STEP, 32, (1, 2)),
     Case("the same", 2, _EVERY_STEP, 128, (1, 2)),
-    Case("the same", 2, _ROUNDS, 32, (1, 2)),
-    Case("one with a quota of half a core", 2, _EVERY_STEP, 128, core=True, quota=0.5),
-    Case("one with three busy processes on its core", 2, _EVERY_STEP, 128, core=True, hogs=3),
-    Case("four ranks, speeds 1, 1, 0.5, 0.25", 4, _EVERY_STEP, 128, (0.5, 0.5, 1, 2)),
-    Case(
-        "the same",
-        4,
-        ("{local_sgd: {every: 8}}", "{local_sgd: {every: {samples: 1024}}}"),
-        32,
-        (0.5, 0.5, 1, 2),
-    ),
+    Case("the same", 2, _rounds(2, 8), 32, (1, 2)),
+    Case("the same", 2, _rounds(2, 32), 32, (1, 2)),
+    Case("one with a quota of half a core", 2, _EVERY_STEP, 512, core=True, quota=0.5),
+    Case("one with a busy process on its core", 2, _EVERY_STEP, 512, core=True, busy=True),
+    Case("four ranks, speeds 1, 1, 0.5, 0.25", 4, _EVERY_STEP, 256, (0.5, 0.5, 1, 2)),
+    Case("the same", 4, _rounds(4, 32), 32, (0.5, 0.5, 1, 2)),
     Case("equal ranks", 2, _EVERY_STEP, 32, (1, 1)),
 ]
 
@@ -119,12 +130,17 @@ launch: {{nproc_per_node: {ranks}}}
 
 def run(case: Case, by_speed: bool, seconds: float, slow_between: tuple[float, ...] = ()) -> Run:
     """Train for so long; gives the run."""
-    folder, cgroup, hogs = Path(tempfile.mkdtemp()), None, list[subprocess.Popen[bytes]]()
+    folder, cgroup = Path(tempfile.mkdtemp()), None
     if case.quota is not None:
         cgroup = Path(tempfile.mkdtemp(prefix="ddprun-speeds-", dir=_CGROUPS))
         (cgroup / "cpu.cfs_period_us").write_text(str(_SLICE_US))
         (cgroup / "cpu.cfs_quota_us").write_text(str(round(case.quota * _SLICE_US)))
-    options: dict[str, Any] = {"ms": list(case.ms), "slow_between": list(slow_between), "core": case.core}
+    options: dict[str, Any] = {
+        "ms": list(case.ms),
+        "slow_between": list(slow_between),
+        "core": case.core,
+        "busy": case.busy,
+    }
     text = (
         PIPELINE.format(
             data=options | {"cgroup": str(cgroup or "")},
@@ -141,9 +157,6 @@ def run(case: Case, by_speed: bool, seconds: float, slow_between: tuple[float, .
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": own}
     command = [sys.executable, "-m", "ddprun", "p.yaml", "--run-dir", "run"]
     try:
-        core = sorted(os.sched_getaffinity(0))[1]
-        spin = f"import os; os.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
-        hogs += [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(case.hogs)]
         with (folder / "log").open("wb") as log:
             process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
         steps = folder / "run" / "steps" / "rank-00000.jsonl"
@@ -157,9 +170,6 @@ def run(case: Case, by_speed: bool, seconds: float, slow_between: tuple[float, .
         process.terminate()
         process.wait(timeout=60)
     finally:
-        for one in hogs:
-            one.kill()
-            one.wait()
         if cgroup is not None:
             cgroup.rmdir()
     return Run(folder / "run")

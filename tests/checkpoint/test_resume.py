@@ -266,7 +266,9 @@ def test_a_stage_that_is_done_cannot_become_another(tmp_path: Path) -> None:
 
 
 def test_a_schedule_that_cannot_be_followed_to_here_damages_no_checkpoint(tmp_path: Path) -> None:
-    """Another schedule, in the middle of a stage, which is over before the step of the kill."""
+    """Another schedule, in the middle of a stage, which is over before the step of the kill. A
+    stage that is shorter now is over.
+    """
     prepare(tmp_path, "every_step", "[]")
     (tmp_path / "kill").write_text("1 70")
     run(tmp_path, 2, may_die=True)
@@ -277,6 +279,10 @@ def test_a_schedule_that_cannot_be_followed_to_here_damages_no_checkpoint(tmp_pa
     assert done.code == 1
     assert "Tried to step" in done.stderr
     assert "damaged" not in done.stderr
+    file.write_text(file.read_text().replace(", total_steps: 2", "").replace("epochs: 2", "steps: 4"))
+    done = ddprun("p.yaml", "--run-dir=run", "--or-resume", "--nproc-per-node=2", cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    assert [stage.get("steps") for stage in summary(tmp_path / "run")["stages"]][:2] == [4, 11]
 
 
 @pytest.fixture(scope="module")

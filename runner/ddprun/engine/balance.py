@@ -40,21 +40,23 @@ Shares = tuple[int, ...]
 
 
 def share_out(weights: Sequence[float], total: int, most: int) -> Shares:
-    """Whole numbers that add up to `total`, in proportion to the weights as far as each is from 1 to `most`;
-    what rounding leaves goes to the largest remainders. 0 is allowed where `total` is less than one each.
+    """Whole numbers from 1 to `most` that add up to `total`; their largest ratio to a rank's weight is as
+    small as possible. 0 is allowed where `total` is less than one each.
     """
-    least, low, high = min(1, total // len(weights)), 0.0, total / min(weights)
-    for _ in range(100):  # find the scale at which they add up
-        scale = (low + high) / 2
-        if math.fsum(min(most, max(least, weight * scale)) for weight in weights) < total:
-            low = scale
+    least, low, high = min(1, total // len(weights)), 0.0, (total + 1) / min(weights)
+
+    def shares_at(ratio: float) -> list[int]:
+        return [min(most, max(least, int(weight * ratio))) for weight in weights]
+
+    for _ in range(100):  # find the ratio at which they add up
+        ratio = (low + high) / 2
+        if sum(shares_at(ratio)) < total:
+            low = ratio
         else:
-            high = scale
-    exact = [min(most, max(least, weight * high)) for weight in weights]
-    shares = [int(one) for one in exact]
-    by_remainder = sorted(range(len(shares)), key=lambda rank: shares[rank] - exact[rank])
-    for rank in by_remainder[: total - sum(shares)]:
-        shares[rank] += 1
+            high = ratio
+    shares = shares_at(low)
+    for rank, share in enumerate(shares_at(high)):  # several may reach their next number at once
+        shares[rank] += min(share - shares[rank], total - sum(shares))
     return tuple(shares)
 
 

@@ -64,7 +64,7 @@ class StageRun:
         session, settings = self.session, self.settings
         left = epochs = None
         if settings.steps is not None:
-            left = settings.steps - self.steps_done
+            left = max(0, settings.steps - self.steps_done)  # a resumed stage may be shorter now
         if settings.epochs is not None:
             epochs = _epochs_left(session, self.stage, settings.epochs)
         feed = session.runtime.feeds.for_stage(self.stage.index)
@@ -141,13 +141,13 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
         steps = None if left is None else state.step - cursor.first_step + left
     same_length = cursor.steps == steps
     cursor.steps = steps
+    length = update_steps_of_run(session) if settings.has_schedule_of_run else steps
     if state.schedule is None or not settings.has_schedule_of_run:
         # A schedule of an earlier stage has changed the optimizer's settings; its state stays.
         own_settings = runtime.optimizer_settings[stage.index]
         for group, own in zip(runtime.optimizer.param_groups, own_settings, strict=True):
             group.pop("initial_lr", None)
             group.update(own)
-        length = update_steps_of_run(session) if settings.has_schedule_of_run else steps
         state.schedule = build_schedule(
             loaded, stage.key_path("schedule"), settings.schedule, runtime.optimizer, length
         )
@@ -204,9 +204,9 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
             new_rates = saved["new_rates"] or other_length
             by_metric = settings.schedule_metric is not None
             to_replay = restore_mid_stage(session, saved, new_rates=new_rates, by_metric=by_metric)
-        if to_replay:  # follow the new schedule from its start to here
+        if to_replay:  # follow the new schedule from its start to here, or to its end
             assert state.schedule is not None
-            replay_schedule(state.schedule, to_replay)
+            replay_schedule(state.schedule, to_replay if length is None else min(to_replay, length))
         seeding.restore_generators(saved["generators"], runtime.device)
         return run
     for action in sequence.begin():
