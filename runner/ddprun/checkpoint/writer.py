@@ -40,13 +40,14 @@ class CheckpointOutcome:
     skipped: bool = False  # because a rank was still writing the one before
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Job:
     number: int  # counts all that are enqueued; two may be of one step
     step: int
     unfinished: Path
     parts: Mapping[str, EncodedState]  # by the name of the files
     staged: PinnedStaging | None = None  # of a GPU's tensors in the parts, which may still be under way
+    skipped: str | None = None  # why this rank writes nothing; None: it does
     enqueued_ns: int = field(default_factory=time.monotonic_ns)
 
 
@@ -79,6 +80,7 @@ class CheckpointWriter:
     before_write: Callable[[], None] = lambda: None
     after_write: Callable[[int, bool], None] = lambda _, __: None
     find_nonfinite: Callable[[EncodedState], str | None] = lambda _: None
+    staging: PinnedStaging | None = None  # through which a GPU's tensors reach checkpoints; None: on a CPU
 
     def __post_init__(self) -> None:
         self.outcomes = queue.SimpleQueue[CheckpointOutcome]()  # of checkpoints that are over, on rank 0
@@ -91,6 +93,7 @@ class CheckpointWriter:
         self.store = dist.PrefixStore(f"checkpoints/{self.location.name}/{self.token}", self.store)
         self._jobs = queue.Queue[_Job | None]()
         self._current_job: _Job | None = None
+        self._closing = False
         self._last_written = self._committed = -1  # numbers of jobs; the first one rank 0 knows
         self._thread = threading.Thread(target=self._thread_main, name="ddprun-checkpoints", daemon=True)
         self._thread.start()
@@ -114,27 +117,24 @@ class CheckpointWriter:
         job = _Job(number, step, path, parts, staged)
         if wait or before is None:
             self._current_job = job
-            self._jobs.put(job)
         else:
             text = f"rank {self.rank} was still writing the checkpoint of step {before.step}"
-            self._report_to_rank_0(job, "part", _Report(text, skipped=True))
-            self.after_write(job.enqueued_ns, False)
-            if staged is not None:
-                staged.wait()
-                staged.release()
-            if self.location.leads:
-                self._jobs.put(replace(job, parts={}, staged=None))
+            job = replace(job, parts={}, skipped=text)
+        self._jobs.put(job)  # also to skip it: the store may not answer, and training goes on
         if wait:
-            self.wait()
+            self._jobs.join()
             if self.location.leads:  # all ranks have written their parts: what is unfinished stays so
                 folder.recover_interrupted_writes(self.root)
 
-    def wait(self) -> None:
-        """Wait until this rank's parts are written, or given up; in memory, those of all ranks."""
-        self._jobs.join()
+    def wait(self, limit_s: float, interrupted: Callable[[], bool]) -> None:
+        """Wait until this rank is not writing any more, so that it skips nothing; in memory, until none is. It
+        waits no longer than so long, and not once it is `interrupted`.
+        """
+        _wait_until(lambda: self._current_job is None or interrupted(), time.monotonic() + limit_s)
 
     def close(self) -> None:
         """Finish what is being written, and end the thread."""
+        self._closing = True
         self._jobs.put(None)
         self._thread.join()
 
@@ -142,8 +142,7 @@ class CheckpointWriter:
         while (job := self._jobs.get()) is not None:
             started, outcome = time.monotonic(), None
             try:
-                if job.parts:
-                    self._write(job)
+                self._write(job)
                 outcome = self._assemble(job, started) if self.location.leads else None
             except Exception as error:
                 # The store or the other ranks are gone: the run is about to end, and says why itself.
@@ -179,7 +178,7 @@ class CheckpointWriter:
                     self._last_written = job.number
                 self.store.set(_OVER_KEY, json.dumps([job.number, self._last_written]))
             until = time.monotonic() + 2 * self.timeout_s
-            _wait_until(lambda: is_over() or not (leads or self._jobs.empty()), until)
+            _wait_until(lambda: is_over() or (not leads and self._another_waits(job)), until)
         if last_over < job.number:
             return
         written = last_written >= job.number
@@ -190,20 +189,26 @@ class CheckpointWriter:
         if job.parts:
             self.after_write(job.enqueued_ns, written)
 
+    def _another_waits(self, job: _Job) -> bool:
+        return self._closing or self._current_job not in (None, job)
+
     def _write(self, job: _Job) -> None:
         if job.staged is not None:
             job.staged.wait()
+        if job.skipped is not None:
+            self._report_to_rank_0(job, "part", _Report(job.skipped, skipped=True))
+            self.after_write(job.enqueued_ns, False)
+            return
         self.before_write()
         try:
             files: FileRecords = {}
             for name, state in job.parts.items():
                 files |= folder.write_part(job.unfinished, name, state)
-        except OSError as error:
-            self._report_to_rank_0(job, "part", _Report(self._cannot_write(error)))
-        else:
             found = [self.find_nonfinite(state) for state in job.parts.values()]
             report = _Report(files=files, nonfinite=folder.most_severe_nonfinite(found))
-            self._report_to_rank_0(job, "part", report)
+        except Exception as error:  # such as too little memory: rank 0 need not wait for this rank
+            report = _Report(self._cannot_write(error))
+        self._report_to_rank_0(job, "part", report)
 
     def _report_to_rank_0(self, job: _Job, phase: str, report: _Report) -> None:
         self.store.set(f"{job.number}/{phase}/{self.rank}", json.dumps(asdict(report)))
@@ -289,8 +294,8 @@ class CheckpointWriter:
         self.store.delete_key(f"{job.number}/verdict")
         return next((one.problem for one in found if one.problem), None)
 
-    def _cannot_write(self, error: OSError) -> str:
-        return f"rank {self.rank} cannot write it: {error.strerror or error}"
+    def _cannot_write(self, error: Exception) -> str:
+        return f"rank {self.rank} cannot write it: {getattr(error, 'strerror', None) or error or repr(error)}"
 
 
 def _wait_until(condition: Callable[[], bool], until: float) -> bool:

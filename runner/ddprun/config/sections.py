@@ -351,8 +351,8 @@ class Checkpoint(Options):
     """Steps of the run from one checkpoint to the next; 0 takes none before the end."""
 
     memory_every: NonNegativeInt = 0
-    """After a failure, at most so many steps are repeated, from a checkpoint in shared memory; 0 takes none
-    there."""
+    """After a failure, at most so many steps are repeated: ranks take a checkpoint in shared memory every
+    half as many steps, and wait for the one before; 0 takes none."""
 
     keep: NonNegativeInt = 3
     """How many of the newest are kept on disk; 0 takes none at all, in memory neither."""

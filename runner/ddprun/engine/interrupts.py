@@ -67,6 +67,11 @@ class SignalRequests:
                 return None
         return future.result()
 
+    @property
+    def any_requested(self) -> bool:
+        """Whether a signal has come that ranks will act on."""
+        return self.stop_requested or self._checkpoint_requested
+
     def pop_checkpoint_request(self) -> bool:
         """Whether a checkpoint was requested since the last call."""
         requested, self._checkpoint_requested = self._checkpoint_requested, False

@@ -39,7 +39,6 @@ from ddprun.telemetry.clock import Clock, GradientTimes
 from ddprun.telemetry.profile import Profiler
 from ddprun.telemetry.recorder import AgreedSteps, StepRecorder
 from ddprun.telemetry.writer import RecordFiles
-from ddprun_hooks.comm.gpu import PinnedStaging
 from ddprun_hooks.exchange import Exchange
 
 
@@ -74,7 +73,6 @@ class RunComponents:
     fingerprints: DatasetFingerprints  # of all data
     held_out: HeldOutData  # what `data` holds out
     stage_held_out: dict[int, HeldOutData]  # of stages that name data to evaluate on, by index in `stages`
-    staging: PinnedStaging | None  # through which a GPU's tensors reach checkpoints; None: on a CPU
     finite_check: FiniteCheck
     gradient_times: GradientTimes | None  # None: the pipeline does not ask for them (`timings.gradients`)
     profiler: Profiler  # torch's; of no step if the pipeline does not ask for it (`timings.profile`)
@@ -221,7 +219,7 @@ class Session:
     @property
     def memory_checkpoint_is_due(self) -> bool:
         """Whether one is taken in memory after this step; the same on all ranks. The newest one is complete
-        before the next is taken: so two of them come in `memory_every` steps.
+        before the next is taken, so a failure costs the steps between two of them twice.
         """
         every = self.runtime.loaded.pipeline.checkpoint.memory_every
         return self.runtime.memory_checkpoints is not None and is_due(max(every // 2, 1), self.state.step)

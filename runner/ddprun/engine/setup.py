@@ -51,7 +51,6 @@ from ddprun.telemetry.stragglers import StragglerDetector
 from ddprun.telemetry.writer import RecordFiles, log_event
 from ddprun.track import RunInfo
 from ddprun_hooks.comm.control import ControlChannel, open_control_channel
-from ddprun_hooks.comm.gpu import Gpu, PinnedStaging
 from ddprun_hooks.errors import HookSetupError, format_ranks
 from ddprun_hooks.exchange import Exchange
 
@@ -197,7 +196,6 @@ def build_session(
         fingerprints=fingerprints,
         held_out=held_out,
         stage_held_out=stage_held_out,
-        staging=PinnedStaging(Gpu(device)) if device.type == "cuda" and pipeline.checkpoint.keep else None,
         finite_check=FiniteCheck(model, control, recorder, reporter.report_nonfinite),
         gradient_times=GradientTimes(model, clock.mark) if timings.gradients else None,
         profiler=Profiler(timings.profile or (0, -1), records.writer, ranks.rank),

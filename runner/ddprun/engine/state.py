@@ -33,6 +33,9 @@ from ddprun.host import rank_files
 from ddprun.telemetry.records import CheckpointWritten
 from ddprun.telemetry.writer import log_event
 from ddprun_hooks.comm.control import open_control_channel
+from ddprun_hooks.comm.gpu import Gpu, PinnedStaging
+
+_MEMORY_WAIT_S = 10.0  # at most, for the checkpoint in memory before; a rank that is gone is found afterwards
 
 
 class StateError(ValueError):
@@ -244,6 +247,7 @@ def open_writer(runtime: RunComponents, location: CheckpointLocation, token: str
         timeout_s=timeout_s,
         before_write=runtime.records.writer.flush,
         find_nonfinite=partial(_find_nonfinite, initially_nonfinite=initially_nonfinite),
+        staging=PinnedStaging(Gpu(runtime.device)) if runtime.device.type == "cuda" else None,
     )
     if not location.in_memory:
         writer.after_write = rank_files.report_checkpoint
@@ -292,8 +296,9 @@ def take_checkpoint(
         return
     started = time.monotonic()
     if in_memory:
+        wait_for_memory = partial(writer.wait, _MEMORY_WAIT_S, lambda: runtime.signals.any_requested)
         runtime.ranks.watchdog.set_phase(b"checkpoint in memory")
-        writer.wait()
+        wait_for_memory()
     state.cursor.count_time(in_stage=state.cursor.mid_stage)
     full_state, shared = collect_state(session), shared_keys(session)
     if state.replicas.parameters != "apart":
@@ -305,8 +310,7 @@ def take_checkpoint(
         full_state["frozen"] = {name: parameters.pop(name) for name in equal}
         shared |= {"frozen"}
     own = {key: value for key, value in full_state.items() if key not in shared}
-    staging = runtime.staging
-    staged = staging if staging is not None and staging.try_acquire() else None
+    staged = writer.staging if writer.staging is not None and writer.staging.try_acquire() else None
     parts = {rank_part_name(runtime.ranks.rank): encode(own, staged=staged)}
     if writer.location.leads:
         metadata = {
@@ -323,8 +327,11 @@ def take_checkpoint(
         runtime.records.collect()
     if not in_memory:
         reporter.events.info("checkpoint_taken", step=step, seconds=time.monotonic() - started)
-    at_once = in_memory and runtime.loaded.pipeline.checkpoint.memory_every == 1
-    writer.enqueue(step, parts, staged=staged, wait=at_end or at_once)
+    writer.enqueue(step, parts, staged=staged, wait=at_end)
+    if in_memory:
+        if runtime.loaded.pipeline.checkpoint.memory_every == 1:
+            wait_for_memory()
+        runtime.ranks.watchdog.set_phase(b"sync")
     report_checkpoints(session)
     if at_end and writer.last_problem is not None:
         writer.final_problem = f"the checkpoint of step {step}, the last one: {writer.last_problem}"
