@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -236,6 +237,16 @@ def test_explain_refuses_a_run_that_sent_something_else(runs: Runs, scripts: Pat
     done = explained(tmp_path, scripts / "with_several_passes")
     assert done.code == 2
     assert "a rank sent 5.14 kB in a step, but in p.yaml it sends 2.57 kB; hooks must have " in done.stderr
+
+
+def test_a_run_without_steps_tells_explain_no_costs(runs: Runs, tmp_path: Path) -> None:
+    """It was killed, or failed, before the first one was recorded."""
+    run = Path(shutil.copytree(runs[0] / "plain", tmp_path / "run"))
+    for file in (run / "steps").iterdir():
+        file.write_text("")
+    done = explained(tmp_path, run)
+    assert done.code == 2
+    assert f"{run} has no stage with records of more than 3 steps" in done.stderr
 
 
 # What scripts do besides.

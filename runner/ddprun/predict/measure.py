@@ -185,7 +185,7 @@ def _script_as_pipeline(run: Run, like: LoadedPipeline) -> LoadedPipeline:
         for rank in run.ranks[:1]
         for step in run.step_records(rank)
     )
-    passes = max(1, *(count for count, _ in counts.most_common(1)))
+    passes = max([1, *(count for count, _ in counts.most_common(1))])
     hooks: list[Any] = next((list(event.hooks) for event in run.events_of(StageStarted)), [])
     for stage in trained:
         specs = stage.effective_settings(like.pipeline).hook_specs
