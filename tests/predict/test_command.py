@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from ddprun.cli import main
-from ddprun.predict.measure import contention_warning
+from ddprun.config import load
+from ddprun.predict.links import Links
+from ddprun.predict.measure import contention_warning, cost_models_of_run
 from tests.ranks import Running
 
 Out = pytest.CaptureFixture[str]
@@ -97,6 +99,25 @@ def test_a_saved_run_gives_the_same(measured: tuple[Path, str], capsys: Out) -> 
     found = capsys.readouterr()
     assert found.out == said
     assert not found.err
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        (["optimizer.sgd.lr=1", "stages=[{train: {steps: 5}}]"], None),
+        (["model.mlp.hidden=[32]", "data.digits.held_out=0.5", "loss=mse"], "model, data, loss"),
+        (["precision=bf16", "compile=true", "loader.batch_size=4"], "precision, compile, loader.batch_size"),
+    ],
+)
+def test_a_saved_run_that_computed_something_else_is_named(
+    measured: tuple[Path, str], capsys: Out, settings: list[str], names: str | None
+) -> None:
+    """In a warning; what changes no computation is not."""
+    file, _ = measured
+    run, loaded = saved(file), load(file, settings)
+    assert list(cost_models_of_run(run, Links(), loaded))
+    said = f"warning: {run} ran with other settings than {file} has ({names}): computation is predicted"
+    assert (said in capsys.readouterr().err) == (names is not None)
 
 
 def test_json_has_it_stage_by_stage(measured: tuple[Path, str], capsys: Out) -> None:

@@ -36,6 +36,7 @@ QUIET = ("audit.every=0", "checkpoint={keep: 0}", "launch.max_restarts=0", "trac
 """Overrides of a short run: it does nothing beside training."""
 
 _LOG_LINES = 12
+_COMPUTATION_KEYS = ("model", "data", "loss", "precision", "compile")
 _SENT_TOLERANCE = 0.01
 _FULL_SHARE, _FOREIGN_SHARE = 0.9, 0.1  # of the cores' time: above it, all are busy; others keep them busy
 
@@ -146,8 +147,9 @@ def cost_models_of_run(
 ) -> Iterator[CostModel]:
     """The cost model of a run in a folder, which had these links; `cores`: of a host, if not as recorded.
     After it those of each half, if the run takes the same stages twice, as a short run does.
-    `like` says of an observed script what its records do not. Raises NoRunError, CostsUnknownError if its
-    records do not tell, PipelineError if its file cannot be read.
+    `like` is the pipeline to predict: a warning says where the run's differs from it, and of an observed
+    script it says what the records do not. Raises NoRunError, CostsUnknownError if its records do not tell,
+    PipelineError if its file cannot be read.
     """
     run = Run(run_dir)
     by_host = Counter(run.started.hosts or [""])
@@ -162,6 +164,8 @@ def cost_models_of_run(
         except (OSError, ValueError) as error:
             raise CostsUnknownError(f"{run_dir} has no run.json that says where its pipeline was") from error
         ran = load(run_dir / "pipeline.yaml", (), folder)
+        if like is not None:
+            _warn_of_other_computation(run_dir, ran, like)
     check_predictable(ran.pipeline)
     explained = explain(ran, hosts=len(by_host), ranks_per_host=max(by_host.values()))
     costs = costs_of_run(run, len(explained.stages))
@@ -175,6 +179,19 @@ def cost_models_of_run(
         parts += [replace(costs, stages=[*costs.stages[:half], *nothing])]
         parts += [replace(costs, stages=[*nothing, *costs.stages[half:]])]
     return (fit_cost_model(explained, one, links) for one in parts)
+
+
+def _warn_of_other_computation(run_dir: Path, ran: LoadedPipeline, like: LoadedPipeline) -> None:
+    """Warn if what a run computed in a step is not what a pipeline computes."""
+    before, after = ran.as_dict(), like.as_dict()
+    names = [name for name in _COMPUTATION_KEYS if before[name] != after[name]]
+    if before["loader"]["batch_size"] != after["loader"]["batch_size"]:
+        names.append("loader.batch_size")
+    if names:
+        say(
+            f"warning: {run_dir} ran with other settings than {like.path} has ({', '.join(names)}): "
+            "computation is predicted to take as long as in that run"
+        )
 
 
 def _script_as_pipeline(run: Run, like: LoadedPipeline) -> LoadedPipeline:
