@@ -16,7 +16,7 @@ from ddprun.report.digest import digest_run
 from ddprun.report.predicted import PredictionFile, StageComparison, compare_stages
 from ddprun.telemetry.reader import Run
 from tests.engine.running import run_pipeline
-from tests.report.made_up import over_a_link
+from tests.report.made_up import SENT, over_a_link
 from tests.report.pages import words
 
 RATE = 10e6
@@ -26,6 +26,9 @@ ENDS = [(10_000, 20_000), (30_000, 45_000), (40_000, 50_000), (47_000, 70_000)]
 PREDICTED_BUCKETS = [
     {"bucket": f"gradient {n}", "ready_us": ready, "done_us": done} for n, (ready, done) in enumerate(ENDS)
 ]
+
+
+PLANNED = [{"bucket": number, "bytes": size} for number, (size, _) in enumerate(SENT)]
 
 
 def compared(folder: Path, prediction: dict[str, Any]) -> StageComparison:
@@ -49,6 +52,7 @@ def predicted(**changed: Any) -> dict[str, Any]:
         "buckets": PREDICTED_BUCKETS,
     }
     stage = {"stage": 0, "kind": "train", "sync": "every_step", "hooks": [], "cycle": 1}
+    stage["exchanges"] = [{"kind": "gradient", "buckets": PLANNED}]
     whole = {"v": 1, "ranks": 2, "hosts": 2}
     for name, value in changed.items():
         next(one for one in (step, stage, whole) if name in one)[name] = value
@@ -143,6 +147,10 @@ def test_of_a_step_that_differs_the_part_is_named(
         ({"sync": {"local_sgd": {"every": 8}}}, "sync {local_sgd: {every: 8}} (in the run every_step)"),
         ({"ranks": 16, "hosts": 4}, "ranks 16 (in the run 2), hosts 4 (in the run 2)"),
         ({"kind": "forward"}, "kind forward (in the run train)"),
+        (
+            {"exchanges": [{"kind": "gradient", "buckets": [*PLANNED[:1], {"bucket": 1, "bytes": 2000}]}]},
+            "gradient 1 of 2,000 bytes (in the run of 150,000 bytes)",
+        ),
     ],
 )
 def test_what_is_not_alike_is_not_compared(tmp_path: Path, changed: dict[str, Any], said: str) -> None:
@@ -191,6 +199,10 @@ STEP = ("stages", 0, "predicted")
         (b'{"v": NaN}', "NaN is not a finite number"),
         (changed("v", to=2), "v: Input should be 1"),
         (changed("ranks", to="2"), "ranks: Input should be a valid integer"),
+        (
+            changed("stages", 0, "exchanges", 0, "buckets", 1, "bytes", to=-1),
+            "stages.0.exchanges.0.buckets.1.bytes: Input should be greater",
+        ),
         (changed("stages", 0, "predicted", to=None), "no stage has `predicted`; `--link` adds it"),
         (changed(*STEP, "step_us", to=0), "stages.0.predicted.step_us: Input should be greater than 0"),
         (changed(*STEP, "step_us", to=True), "stages.0.predicted.step_us: Input should be a valid number"),

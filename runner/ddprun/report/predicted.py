@@ -101,13 +101,33 @@ class _PredictedTimes(BaseModel):
         return {name: BucketTimes.mean(times) for name, times in found.items()}
 
 
+class _PlannedBucket(BaseModel):
+    bucket: _Count
+    bytes: _Count
+
+
+class _PlannedExchange(BaseModel):
+    kind: Annotated[str, Field(strict=True, max_length=100)]
+    buckets: list[_PlannedBucket]
+
+
 class _PredictedStage(BaseModel):
     stage: _Count
     kind: str
     sync: Any = None
     hooks: list[str | dict[str, Any]] = []
     cycle: _Count = 1
+    exchanges: list[_PlannedExchange] = []
     predicted: _PredictedTimes | None = None
+
+    @property
+    def bucket_sizes(self) -> dict[str, set[int]]:
+        """The bytes of each bucket, under the name that records have for it: of all exchanges with it."""
+        found = defaultdict[str, set[int]](set)
+        for exchange in self.exchanges:
+            for one in exchange.buckets:
+                found[f"{exchange.kind} {one.bucket}"].add(one.bytes)
+        return found
 
 
 class PredictionFile(BaseModel):
@@ -144,6 +164,7 @@ class MeasuredStage:
     stage: StageDigest
     step_records: dict[int, list[StepRecord]] = field(default_factory=dict)  # by rank
     buckets: dict[str, list[BucketTimes]] = field(default_factory=lambda: defaultdict(list))
+    bucket_sizes: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))  # in bytes
 
     def mean_step_parts_us(self, cycle: int) -> dict[StepPart, float]:
         """What a step is made of, in microseconds: means over ranks and whole cycles; empty without one."""
@@ -182,6 +203,11 @@ class MeasuredStage:
             "sync": (flow_yaml(one.sync), flow_yaml(self.stage.sync)),
             "hooks": (flow_yaml(hooks), flow_yaml(list(self.stage.hooks))),
         }
+        planned_sizes = one.bucket_sizes
+        for name, own in self.bucket_sizes.items():
+            if (planned := planned_sizes.get(name, own)).isdisjoint(own):  # another model, or options of DDP
+                facts[name] = (f"of {min(planned):,} bytes", f"of {min(own):,} bytes")
+                break  # then others differ, too
         differ = [
             f"{name} {predicted} (in the run {actual})"
             for name, (predicted, actual) in facts.items()
@@ -235,7 +261,9 @@ def compare_stages(digest: RunDigest, prediction: PredictionFile) -> list[StageC
             if lines[at].step in counted:
                 start = lines[at].start_us
                 times = BucketTimes(bucket.ready_us - start, bucket.done_us - start)
-                found[lines[at].stage].buckets[f"{bucket.kind} {bucket.bucket}"].append(times)
+                name = f"{bucket.kind} {bucket.bucket}"
+                found[lines[at].stage].buckets[name].append(times)
+                found[lines[at].stage].bucket_sizes[name].add(bucket.bytes)
     return [one.compare_with(prediction) for one in found.values() if one.step_records]
 
 
