@@ -188,6 +188,22 @@ def test_hosts_that_are_not_here(folder: Path) -> None:
     assert load(folder / "slow.yaml").pipeline.hooks[0].name == "topk"
 
 
+def test_a_winner_that_cannot_be_written_is_told_all_the_same(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out
+) -> None:
+    """With exit code 1. The temporary file's name would be longer than a name may be."""
+    monkeypatch.chdir(folder)
+    hosts = ("--nnodes=2", "--nproc-per-node=2", "--link=100kbit")
+    output = f"{'x' * 250}.yaml"
+    arguments = ("--set=hooks=[]", *VARY, f"--from={measured(folder)}", *hosts, f"--output={output}")
+    assert main(["tune", "p.yaml", *arguments]) == 1
+    out, err = capsys.readouterr()
+    assert "Winner, with lossy hooks: hooks=[{topk: {density: 0.001}}]. By prediction, a step takes " in out
+    assert "It is written to" not in out
+    assert f"cannot write {output}: File name too long\n" in err
+    assert "Traceback" not in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -204,6 +220,7 @@ def test_hosts_that_are_not_here(folder: Path) -> None:
         (["--output=p.yaml"], "p.yaml already exists"),
         (["--output=out.txt"], "out.txt does not end in .yaml"),
         (["--output=no/out.yaml"], "there is no folder no"),
+        (["--output=/proc/sys/out.yaml"], "cannot be written: no file can be made in /proc/sys"),
         (["--from=nowhere"], "Directory 'nowhere' does not exist"),
         (["--set=stages=[forward: {steps: 2}]"], "no stage trains: there is nothing to tune"),
         (["--set=hoks=[]"], 'did you mean "hooks"'),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ddprun import EXIT_INTERRUPTED, EXIT_SUCCESS, InputError
+from ddprun import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_SUCCESS, InputError
 from ddprun.cli import printing
 from ddprun.cli.completion import PipelineFile
 from ddprun.cli.run import (
@@ -96,8 +96,8 @@ def tune(
 
     All candidates are predicted from a short run on this machine. The best few then take turns with the
     unchanged file, and the winner is written as a pipeline file. "Change nothing" is an answer, too. Exit
-    code 0; 2 if the input is wrong; 1 if a run of the unchanged file fails; 130 after Ctrl-C. On several
-    hosts, run the same command on each with --nnodes and --rdzv-endpoint.
+    code 0; 2 if the input is wrong; 1 if a run of the unchanged file fails, or the winner cannot be written;
+    130 after Ctrl-C. On several hosts, run the same command on each with --nnodes and --rdzv-endpoint.
     """
     with as_bad_parameter("--link or --latency"):
         links = None if link is None and latency is None else parse_links(link, latency)
@@ -141,7 +141,6 @@ def _search(request: "SearchRequest", output: Path, form: str, hosts: "HostCoord
         if hosts is not None and not hosts.is_first:
             return search.follow_first_host()
         outcome = search.run()
-        written = _write_winner(outcome, loaded, output) if outcome.winner is not None else None
     except KeyboardInterrupt:
         costs = search.costs_run if search is not None else None
         again = f"; --from {shlex.quote(str(costs))} uses the costs that were measured" if costs else ""
@@ -151,12 +150,19 @@ def _search(request: "SearchRequest", output: Path, form: str, hosts: "HostCoord
         raise
     except Exception as error:
         return printing.say_failure(error, (TuneError, MeasurementRunError, InputError, OSError), secrets)
+    written, code = None, EXIT_SUCCESS
+    if outcome.winner is not None:
+        try:
+            written = _write_winner(outcome, loaded, output)
+        except OSError as error:  # what was found is said all the same
+            say(secrets.redact(printing.cannot_write(output, error).message))
+            code = EXIT_FAILURE
     if form == "json":
         found = outcome_text.to_json_data(outcome, written)
         click.echo(json.dumps(secrets.redact_all(found), indent=2, ensure_ascii=False, allow_nan=False))
     else:
         click.echo(secrets.redact(outcome_text.render_text(outcome, written)))
-    return EXIT_SUCCESS
+    return code
 
 
 def _parse_vary_options(loaded: LoadedPipeline, vary: Sequence[str]) -> dict[str, list[Any]]:
@@ -195,6 +201,8 @@ def _check_output(output: Path, loaded: LoadedPipeline) -> None:
         problem = "already exists: remove it, or name another file"
     elif not output.parent.is_dir():
         problem = f"cannot be written: there is no folder {output.parent}"
+    elif not os.access(output.parent, os.W_OK | os.X_OK):
+        problem = f"cannot be written: no file can be made in {output.parent}; name another folder"
     if problem:
         raise click.BadParameter(f"{output} {problem}", param_hint="--output")
     if output.parent.resolve() != loaded.folder:
