@@ -1,5 +1,6 @@
 """How long runs of a round are, and what of a pipeline they keep."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,15 @@ def test_where_real_runs_are_possible() -> None:
     assert "not this host's" in why_not_run(1, parse_links("within=1Gbit"))
 
 
-def recorded(folder: Path, trials: int) -> SearchOutcome:
+def lose_losses(folder: Path) -> None:
+    """As in a run that goes on though its loss is NaN, which records have as null."""
+    for file in (folder / "steps").iterdir():
+        file.write_text(re.sub(r'"(loss|mean_loss)": [^,]+', r'"\1": null', file.read_text()))
+    summary = folder / "summary.json"
+    summary.write_text(summary.read_text().replace('"steps":', '"nonfinite": {"step": 1}, "steps":', 1))
+
+
+def recorded(folder: Path, trials: int, *, finite: bool = True) -> SearchOutcome:
     """What a search has found after a round of made-up runs, in which all steps took equally long.
 
     The candidates take two or more times as many samples in a step as the file.
@@ -110,6 +119,8 @@ def recorded(folder: Path, trials: int) -> SearchOutcome:
     sides = []
     for number in range(trials + 2):
         run = SeedRun(make(folder / f"{number}", steps=200), code=0)
+        if not finite:
+            lose_losses(run.folder)
         compare.fill_from_records(run, 20)
         sides.append(VariantRuns(Variant(f"{number}", folder, twin=number == 1), [run]))
     outcome = SearchOutcome(
@@ -135,6 +146,17 @@ def test_a_step_is_measured_as_it_is_and_compared_per_sample(tmp_path: Path) -> 
     assert outcome.baseline_trial is not None
     assert trial.step_s == outcome.baseline_trial.step_s == pytest.approx(STEP_US / 1e6)
     assert to_json_data(outcome, None)["candidates"][0]["measured"]["step_us"] == STEP_US
+
+
+def test_losses_that_are_not_finite_are_told(tmp_path: Path) -> None:
+    """Of all runs of a round: nothing wins."""
+    outcome = recorded(tmp_path, 2, finite=False)
+    assert outcome.winner is None
+    assert render_text(outcome, None).count("out: its loss is not finite") == 2
+    file, *candidates = (outcome.baseline_trial, *outcome.trials)
+    assert file is not None
+    assert [one.loss for one in (file, *candidates)] == [None] * 3
+    assert to_json_data(outcome, None)["file"]["loss"] is None
 
 
 @pytest.mark.parametrize(

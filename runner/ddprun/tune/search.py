@@ -355,8 +355,8 @@ def _judge_round(
             step_s=step_s,
             spread_s=spread_s,
             cosine=row["cosine"],
-            loss=row["loss"],
-            baseline_loss=rows[0]["loss"],
+            loss=row.get("loss"),  # not there if no variant has one
+            baseline_loss=rows[0].get("loss"),
             speedup_to_loss=_speedup_to_loss(first, side, target_loss, samples),
             loss_is_finite=row["learning"] != learning.NOT_FINITE,
         )
