@@ -278,6 +278,8 @@ def test_hooks_pay_below_their_break_even(fixed_model: CostModel, cases: Explana
         faster = fixed_model.predict(cases.stages[index], cases.world, at).step_us
         slower = fixed_model.predict(cases.stages[plain], cases.world, at).step_us
         assert (faster < 0.98 * slower) is pays
+    said = [" ".join(" ".join(one.lines()).split()) for one in found.values()]
+    assert all("Predicted Over 10 Mbit/s between hosts, a step takes" in one for one in said)
     worlds = [world for one in found.values() for world, _ in one.sweep]
     assert {world.hosts for world in worlds} == {1, 4}
     assert {world.ranks for world in worlds if world.hosts == 4} == {8}

@@ -79,6 +79,7 @@ class StageForecast:
     """Predictions for a stage that takes steps."""
 
     predicted: StepPrediction
+    hosts: int
     repeated_us: Sequence[float]  # a step as each half of the measurement alone predicts it; may be empty
     links: Links
     hook_verdicts: Sequence[HookVerdict]
@@ -98,7 +99,7 @@ class StageForecast:
 
     def lines(self) -> Iterator[str]:
         """For a reader."""
-        yield from paragraph("Predicted", _summary(self.predicted, self.links, self.repeated_us))
+        yield from paragraph("Predicted", _summary(self))
         if not self.predicted.hooks_measured:
             nothing = "The measured run has no steps with these hooks, so their own work is not counted"
             yield from paragraph("", f"{nothing}, and it is not known whether they help.")
@@ -150,6 +151,7 @@ def forecast(
         )
         stages[stage.index] = StageForecast(
             predicted=predicted,
+            hosts=world.hosts,
             repeated_us=[one.step_us for one in repeated],
             links=links,
             hook_verdicts=verdicts[stage.index],
@@ -246,13 +248,14 @@ def _memory_text(memory: Mapping[str, int | None]) -> str:
     return f"{text} Not known: {', '.join(unknown)}." if unknown else f"{text} Activations are not counted."
 
 
-def _summary(one: StepPrediction, links: Links, repeated_us: Sequence[float]) -> str:
+def _summary(stage: StageForecast) -> str:
+    one = stage.predicted
     waits = sorted(one.waits_us.items(), key=lambda item: -item[1])
     notable = [(why, us) for why, us in waits if us >= 0.01 * one.step_us]
     said = [f"{format_duration(1e-6 * us)} {_WAIT_PHRASES[why]}" for why, us in notable]
     waiting = f", of which ranks wait {', '.join(said)}" if said else ""
-    over = f"Over {links}" if one.host_sends_bytes else "On one host"
-    halves = " and ".join(format_duration(1e-6 * us) for us in repeated_us)
+    over = f"Over {stage.links}" if stage.hosts > 1 else "On one host"
+    halves = " and ".join(format_duration(1e-6 * us) for us in stage.repeated_us)
     spread = f" ({halves} by each half of the measurement alone)" if halves else ""
     text = f"{over}, a step takes {format_duration(1e-6 * one.step_us)}{spread}{waiting}. "
     text += f"Without exchange it would take {format_duration(1e-6 * one.without_exchange_us)}: "
