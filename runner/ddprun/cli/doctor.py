@@ -11,7 +11,7 @@ import click
 
 from ddprun import EXIT_FAILURE, EXIT_SUCCESS, standard_streams
 from ddprun.cli import printing
-from ddprun.cli.run import FlagValue, add_torchrun_flags, format_option, given_flags
+from ddprun.cli.run import FiniteRange, FlagValue, add_torchrun_flags, format_option, given_flags
 from ddprun.doctor import Finding, Report
 from ddprun.units import format_count
 
@@ -25,7 +25,7 @@ _WIDTH, _INDENT = 110, 24
 @click.option(
     "--timeout",
     "timeout_s",
-    type=click.FloatRange(min=1, max=3600),
+    type=FiniteRange(min=1, max=3600),
     default=30,
     metavar="SECONDS",
     help="How long to wait for the other hosts, and for a collective.",

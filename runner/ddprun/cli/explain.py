@@ -13,7 +13,7 @@ import click
 from ddprun import EXIT_SUCCESS, InputError
 from ddprun.cli import printing
 from ddprun.cli.completion import PipelineFile
-from ddprun.cli.run import as_bad_parameter, forecast_options, format_option, override_option
+from ddprun.cli.run import FiniteRange, as_bad_parameter, forecast_options, format_option, override_option
 from ddprun.config import PipelineError, load
 from ddprun.config.secrets import Secrets
 from ddprun.predict import MeasurementRunError
@@ -51,9 +51,7 @@ def _parse_sweep(ctx: click.Context, param: click.Parameter, value: str | None) 
     "--from-link", metavar="RATE", help="The link between the --from run's hosts; by default unlimited."
 )
 @click.option("--from-latency", metavar="TIME", help="Latency of that link, one way; by default none.")
-@click.option(
-    "--cores", type=click.FloatRange(min=0.1), help="Cores of each host; by default the measured run's."
-)
+@click.option("--cores", type=FiniteRange(min=0.1), help="Cores of each host; by default the measured run's.")
 @click.option(
     "--sweep", callback=_parse_sweep, metavar="nnodes=A..B", help="Predict for A, 2A, 4A … B hosts."
 )

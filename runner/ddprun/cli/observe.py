@@ -5,6 +5,10 @@ from typing import Any
 
 import click
 
+from ddprun.cli.run import FiniteRange
+
+_MAX_TIMEOUT_S = 366 * 86_400
+
 
 @click.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
 @click.option(
@@ -13,7 +17,7 @@ import click
 @click.option("--run-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder for the records.")
 @click.option(
     "--timeout-s",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True, max=_MAX_TIMEOUT_S),
     help="Seconds in a collective until a hang is reported; by default the script's own limit.",
 )
 @click.option(

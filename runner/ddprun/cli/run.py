@@ -1,5 +1,6 @@
 """`ddprun run` and `ddprun resume`, and the options that several commands take."""
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,16 @@ from ddprun.run_files import ResumeMode, open_file, pipeline_folder
 
 FlagValue = str | int | float | bool | None
 
+
+class FiniteRange(click.FloatRange):
+    """Numbers in a range. Click takes `nan` for one of any range, and `inf` for one without a maximum."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not math.isfinite(number := super().convert(value, param, ctx)):
+            self.fail(f"{number} is not a finite number", param, ctx)
+        return number
+
+
 TORCHRUN_FLAGS: dict[str, tuple[Any, str]] = {
     "nnodes": (str, "Number of hosts, or MIN:MAX."),
     "nproc-per-node": (str, "Ranks per host: a number, auto, gpu or cpu."),
@@ -28,7 +39,7 @@ TORCHRUN_FLAGS: dict[str, tuple[Any, str]] = {
     "master-port": (click.IntRange(0, 65535), "Port on host 0, for the static rendezvous."),
     "local-addr": (str, "Address of this host."),
     "max-restarts": (click.IntRange(min=0), "How many times ranks are restarted after a failure."),
-    "monitor-interval": (click.FloatRange(min=0), "Seconds between two checks of the ranks."),
+    "monitor-interval": (FiniteRange(0, 3600), "Seconds between two checks of the ranks."),
     "role": (str, "Name of the ranks' role in logs."),
     "standalone": (bool, "One host with a rendezvous of its own on a free port."),
 }

@@ -14,6 +14,7 @@ from ddprun import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_SUCCESS, InputError
 from ddprun.cli import printing
 from ddprun.cli.completion import PipelineFile
 from ddprun.cli.run import (
+    FiniteRange,
     FlagValue,
     add_rendezvous_flags,
     as_bad_parameter,
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from ddprun.compare.hosts import HostCoordinator
     from ddprun.tune.choose import QualityFloors
     from ddprun.tune.search import SearchOutcome, SearchRequest
+
+_MAX_MINUTES = 7 * 24 * 60  # a week
 
 
 @add_rendezvous_flags
@@ -58,7 +61,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--minutes",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True, max=_MAX_MINUTES),
     default=10.0,
     help="How long the search may take.",
 )
