@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -85,6 +86,14 @@ def test_numbers_that_are_none_come_back() -> None:
     assert math.isnan(values[2])
 
 
+def test_numbers_of_numpy_come_back_as_pythons() -> None:
+    """As a schedule may have computed them."""
+    given = [np.float64(0.1), np.float32(0.5), np.int64(3), np.bool_(True), np.float64("-inf")]
+    values = there_and_back({"x": given})["x"]
+    assert values == given
+    assert [type(value) for value in values] == [float, float, int, bool, float]
+
+
 def test_what_is_taken_apart_no_longer_follows_the_original() -> None:
     """Training goes on while it is written."""
     weights = torch.ones(3)
@@ -99,6 +108,7 @@ def test_what_is_taken_apart_no_longer_follows_the_original() -> None:
         ({"a": {"b": object()}}, "a.b is of type object"),
         ({"a": [1, {2}]}, "a.1 is of type set"),
         ({"a": nn.Linear(1, 1)}, "a is of type torch.nn.modules.linear.Linear"),
+        ({"a": np.ones(3)}, "a is of type numpy.ndarray"),
         ({"a": torch.eye(3).to_sparse()}, "a is not a dense tensor"),
     ],
 )

@@ -109,6 +109,21 @@ class AsksForLoss(torch.optim.SGD):
         return super().step()
 
 
+class WarmUp(torch.optim.lr_scheduler.LRScheduler):
+    def __init__(self, optimizer, steps):
+        self.after = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        return self.base_lrs
+
+
+class KeepsObjects(torch.optim.SGD):
+    def step(self):
+        super().step()
+        self.state[self.param_groups[0]["params"][0]]["seen"] = object()
+
+
 class Checkpointed(nn.Module):
     def __init__(self):
         super().__init__()
@@ -213,6 +228,11 @@ def run(folder: Path, resuming: bool = False, /, **changes: str) -> tuple[list[i
             r"missing a required argument: 'params'; it takes .*; {ref: torch.optim.SGD} passes torch.optim",
         ),
         (
+            {"OPTIMIZER": "{sgd: {lr: 0.1}}\nschedule: {mine.WarmUp: {steps: 9}}"},
+            r"schedule: no checkpoint can be taken: schedule\.after is of type torch\.optim\.lr_scheduler\."
+            r"CosineAnnealingLR, which .*; give it a state_dict and .*; `checkpoint: {keep: 0}` takes none",
+        ),
+        (
             {"MODEL": "mine.Forces"},
             r"stages\[1\]\.evaluate: the model or the loss asks for gradients, which an evaluation ",
         ),
@@ -241,6 +261,13 @@ def test_it_is_told_with_its_place(tmp_path: Path, changes: dict[str, str], told
     assert re.search(told, said), said
     assert "Traceback" not in said
     assert not (tmp_path / "run" / "steps").exists()
+
+
+def test_what_only_steps_add_to_the_state_is_told_at_the_first_checkpoint(tmp_path: Path) -> None:
+    codes, said = run(tmp_path, OPTIMIZER="{mine.KeepsObjects: {lr: 0.1}}")
+    assert codes == [EXIT_BAD_INPUT] * 2, said
+    assert "checkpoint: no checkpoint can be taken: optimizer.state.0.seen is of type object, which" in said
+    assert "Traceback" not in said
 
 
 def test_a_metric_that_raises_does_so_before_step_1(tmp_path: Path) -> None:

@@ -110,9 +110,10 @@ def test_a_schedule_by_a_metric_steps_after_evaluations(tmp_path: Path) -> None:
     assert rates(broken) == rates(whole)
 
 
-def launch(folder: Path, kill: str = "", text: str = KILLED, ranks: int = 2) -> Path:
+def launch(folder: Path, kill: str = "", text: str = KILLED, ranks: int = 2, own: str = "") -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "samples.py").write_text(MODULE)
+    (folder / "own.py").write_text(own)
     (folder / "p.yaml").write_text(text)
     (folder / "kill").unlink(missing_ok=True)
     if kill:
@@ -142,6 +143,18 @@ def test_schedule_and_average_survive_a_kill(tmp_path: Path) -> None:
         launch(tmp_path / "whole", text=KILLED + more)
         expected = [0.01 * (1 + math.cos(math.pi * step / total)) / 2 for step in range(before, total)]
         assert rates(whole)[before:] == pytest.approx(expected, rel=1e-9)
+
+
+def test_rates_that_numpy_computes_survive_a_kill(tmp_path: Path) -> None:
+    """A checkpoint has them as Python's numbers: the same bits follow."""
+    own = "import numpy, torch\n\n\ndef cosine(optimizer, steps):\n    return torch.optim.lr_scheduler."
+    own += "LambdaLR(optimizer, lambda step: 0.5 * (1 + numpy.cos(numpy.pi * step / steps)))\n"
+    text = KILLED.replace("{CosineAnnealingLR: {}, over: run}", "{own.cosine: {steps: 19}, over: run}")
+    whole = launch(tmp_path / "whole", text=text, own=own)
+    launch(tmp_path / "broken", kill=f"1 {2 * 14 + 1}", text=text, own=own)
+    broken = launch(tmp_path / "broken", text=text, own=own)
+    assert final(broken) == final(whole)
+    assert rates(broken) == rates(whole)
 
 
 def test_another_number_of_ranks_goes_on_with_the_mean_of_the_averages(tmp_path: Path) -> None:

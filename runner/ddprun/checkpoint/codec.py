@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -67,6 +68,8 @@ def decode(tree: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, 
 def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
         return _encode_tensor(value, path, tensors)
+    if isinstance(value, np.generic):
+        value = value.item()  # a number of NumPy, as a schedule may compute it, comes back as Python's
     if value is None or isinstance(value, bool | str) or type(value) is int:
         return value
     if type(value) is float:

@@ -18,7 +18,7 @@ from ddprun.engine.optimizers import build_schedule, takes_closure
 from ddprun.engine.resume import errors_of_checkpoint
 from ddprun.engine.sequence import Action, Audit, EqualizeState, SendBuffers, StageActions, equalize
 from ddprun.engine.session import Session
-from ddprun.engine.state import replay_schedule, restore_mid_stage
+from ddprun.engine.state import check_state_storable, replay_schedule, restore_mid_stage
 from ddprun.engine.turns import Turn
 from ddprun.sync.exchanger import (
     average_optimizer_state,
@@ -151,6 +151,9 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
         state.schedule = build_schedule(
             loaded, stage.key_path("schedule"), settings.schedule, runtime.optimizer, length
         )
+        if state.schedule is not None and runtime.checkpoints is not None:
+            part = {"schedule": state.schedule.state_dict()}
+            check_state_storable(session, part, stage.key_path("schedule"))
         if settings.has_schedule_of_run and state.schedule is not None and saved is None:
             replay_schedule(state.schedule, (state.loaded_schedule or {}).get("last_epoch", 0))
         state.loaded_schedule = None

@@ -267,15 +267,19 @@ def _find_nonfinite(state: EncodedState, initially_nonfinite: frozenset[str]) ->
     return NONFINITE_LOSS if isinstance(results, dict) and isinstance(results.get("loss"), dict) else None
 
 
-def check_state_storable(session: Session) -> None:
-    """Raise a PipelineError if a checkpoint cannot hold what the run starts with."""
-    runtime = session.runtime
-    if runtime.checkpoints is not None:
-        try:
-            encode(collect_state(session), copy=False)
-        except UnstorableError as error:
-            text, way_out = f"no checkpoint can be taken: {error}", "`checkpoint: {keep: 0}` takes none"
-            raise runtime.loaded.error("checkpoint", text, way_out) from None
+def check_state_storable(
+    session: Session, state: Mapping[str, Any] | None = None, path: str = "checkpoint"
+) -> None:
+    """Raise a PipelineError, at this place, if a checkpoint cannot hold the state, or this part of it."""
+    if session.runtime.checkpoints is None:
+        return
+    try:
+        encode(collect_state(session) if state is None else state, copy=False)
+    except UnstorableError as error:
+        text, way_out = f"no checkpoint can be taken: {error}", "`checkpoint: {keep: 0}` takes none"
+        if path != "checkpoint":
+            way_out = f"give it a state_dict and a load_state_dict without that; {way_out}"
+        raise session.runtime.loaded.error(path, text, way_out) from None
 
 
 def take_checkpoint(
@@ -301,6 +305,7 @@ def take_checkpoint(
         wait_for_memory()
     state.cursor.count_time(in_stage=state.cursor.mid_stage)
     full_state, shared = collect_state(session), shared_keys(session)
+    check_state_storable(session, full_state)  # on all ranks, although rank 0 alone writes what they share
     if state.replicas.parameters != "apart":
         audit_parameters(session, f"before the checkpoint of step {step}", step, recorded=False)
     if "parameters" not in shared:
