@@ -28,7 +28,7 @@ from tests.checkpoint.runs import (
     prepare,
     run,
 )
-from tests.engine.running import events, lines, summary, weights
+from tests.engine.running import events, lines, run_to_end, summary, weights
 from tests.ranks import Running, as_processes, ddprun
 
 SYNCS = [
@@ -248,6 +248,44 @@ def test_a_finished_run_that_gets_more_stages_is_as_if_it_had_had_them(
     first = final(run(later, 2))
     (later / "p.yaml").write_text(text + more + loss)
     assert final(run(later, 2, resuming=True)) == expected != first
+
+
+OPTIONS = """
+model: {mlp: {inputs: 64, outputs: 10}}
+data: digits
+loader: {batch_size: 16}
+optimizer: OPTIMIZER
+stages: [STAGES]
+"""
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "option"),
+    [("adamw", "amsgrad: true"), ("rmsprop", "momentum: 0.9"), ("rmsprop", "centered: true")],
+)
+def test_an_option_of_the_optimizer_that_needs_more_state_may_come_later(
+    tmp_path: Path, optimizer: str, option: str
+) -> None:
+    """With a stage, or with a resume between two stages or in the middle of one: the same bits."""
+    plain, changed = f"{{{optimizer}: {{lr: 0.01}}}}", f"{{{optimizer}: {{lr: 0.01, {option}}}}}"
+    first = "train: {steps: 4}"
+    both = f"{first}, train: {{steps: 5, optimizer: {changed}}}, save"
+    found = {}
+    for name, runs in {
+        "as it was": [(plain, "train: {steps: 9}, save")],
+        "a stage": [(plain, both)],
+        "resumed": [(plain, first), (plain, both)],
+        "resumed in it": [(plain, first), (changed, "train: {steps: 9}, save")],
+    }.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        for number, (chosen, wanted) in enumerate(runs):
+            text = OPTIONS.replace("OPTIMIZER", chosen).replace("STAGES", wanted)
+            codes, said = run_to_end(folder, text, 1, resuming=number > 0)
+            assert codes == [0], said
+        saved = weights(folder / "run")
+        found[name] = [value.numpy().tobytes() for value in saved.values()]
+    assert found["as it was"] != found["a stage"] == found["resumed"] == found["resumed in it"]
 
 
 def test_a_stage_that_is_done_cannot_become_another(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The run's optimizer, over what some stage trains, and schedules; what they cannot do is refused here."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -287,6 +287,20 @@ def settings_of_stages(
         index: [{key: value for key, value in group.items() if key in kept} for group in groups]
         for index, groups in found.items()
     }
+
+
+_STATE_OF_OPTIONS = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
+
+
+def change_options(optimizer: Optimizer, group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Change options of a parameter group. Torch makes all of a parameter's state in its first step, so what
+    an option needs that was off until now is made here: zeros, as before a first step.
+    """
+    for option, name in _STATE_OF_OPTIONS.items():
+        for param in group["params"] if options.get(option) and not group.get(option) else ():
+            if state := optimizer.state.get(param):
+                state.setdefault(name, torch.zeros_like(param))
+    group.update(options)
 
 
 def build_schedule(

@@ -14,7 +14,7 @@ from ddprun.engine import build, seeding
 from ddprun.engine.audit import audit_parameters
 from ddprun.engine.balance import Balance
 from ddprun.engine.data import StepBatches, reweight_step
-from ddprun.engine.optimizers import build_schedule, takes_closure
+from ddprun.engine.optimizers import build_schedule, change_options, takes_closure
 from ddprun.engine.resume import errors_of_checkpoint
 from ddprun.engine.sequence import Action, Audit, EqualizeState, SendBuffers, StageActions, equalize
 from ddprun.engine.session import Session
@@ -147,7 +147,7 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
         own_settings = runtime.optimizer_settings[stage.index]
         for group, own in zip(runtime.optimizer.param_groups, own_settings, strict=True):
             group.pop("initial_lr", None)
-            group.update(own)
+            change_options(runtime.optimizer, group, own)
         state.schedule = build_schedule(
             loaded, stage.key_path("schedule"), settings.schedule, runtime.optimizer, length
         )
