@@ -19,9 +19,11 @@ stages:
 """
 
 
-def compared(loaded: Load, *overrides: str, next_stage: int = 2, begun: int | None = 2) -> list[str]:
-    before = loaded(TEXT).as_dict()
-    new = loaded(TEXT, *overrides)
+def compared(
+    loaded: Load, *overrides: str, next_stage: int = 2, begun: int | None = 2, text: str = TEXT
+) -> list[str]:
+    before = loaded(text).as_dict()
+    new = loaded(text, *overrides)
     return check_and_list_changes(new, before, next_stage=next_stage, begun_stage=begun)[1]
 
 
@@ -29,7 +31,6 @@ def compared(loaded: Load, *overrides: str, next_stage: int = 2, begun: int | No
     ("override", "told"),
     [
         ("stages[2].train.steps=30", "stages[2].train.steps: 20 in the checkpoint, 30 now"),
-        ("ddp.bucket_cap_mb=2", "ddp.bucket_cap_mb: 25.0 in the checkpoint, 2.0 now"),
         ("compile=true", "compile: null in the checkpoint, {mode: default, "),
         ("hooks=[int8]", "hooks[0]: fp16 in the checkpoint, {int8: "),
         ("timings.every=5", "timings.every: 1 in the checkpoint, 5 now"),
@@ -56,6 +57,7 @@ def test_what_can_change_is_told(loaded: Load, override: str, told: str) -> None
         ("optimizer={adamw: {}}", "optimizer", "AdamW here, and SGD in the checkpoint"),
         ("sync.local_sgd.every=5", "sync", "the stage has begun with it"),
         ("stages[2].train.sync=every_step", "stages[2].train.sync", "every_step here"),
+        ("ddp.bucket_cap_mb=2", "ddp.bucket_cap_mb", "until the stage's end local_sgd keeps state by bucket"),
         ("stages=[{train: {steps: 10}}]", "stages", "are done, or have begun"),
     ],
 )
@@ -68,9 +70,17 @@ def test_what_cannot_change_is_refused(loaded: Load, override: str, place: str, 
     assert words in fault.problem
 
 
-def test_a_stage_that_has_not_begun_is_free(loaded: Load) -> None:
+@pytest.mark.parametrize("override", ["stages[2].train.sync=every_step", "ddp.bucket_cap_mb=2"])
+def test_a_stage_that_has_not_begun_is_free(loaded: Load, override: str) -> None:
     """Its policy too."""
-    assert len(compared(loaded, "stages[2].train.sync=every_step", next_stage=1, begun=0)) == 1
+    assert len(compared(loaded, override, next_stage=1, begun=0)) == 1
+
+
+def test_buckets_that_only_gradients_have_can_change(loaded: Load) -> None:
+    """In the middle of a stage."""
+    text = TEXT.replace("{local_sgd: {every: 4}}", "every_step")
+    told = compared(loaded, "ddp.bucket_cap_mb=2", text=text)
+    assert told == ["ddp.bucket_cap_mb: 25.0 in the checkpoint, 2.0 now"]
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,10 @@ def _stage_faults(
                 own = key in OVERRIDABLE_KEYS and key not in stages[1].model_fields_set
                 path = key if own else f"{stages[1].path}.{key}"
                 yield _change_fault(loaded, path, was, is_now, "the stage has begun with it")
+        was, is_now = (to_plain_data(side.ddp.bucket_cap_mb) for side in (old, new))
+        if was != is_now and any(one.what == "change" for one in before.plan.transfers):
+            why = f"until the stage's end {before.sync.name} keeps state by bucket"
+            yield _change_fault(loaded, "ddp.bucket_cap_mb", was, is_now, why)
 
 
 def _change_fault(loaded: LoadedPipeline, path: str, was: Any, now: Any, why: str) -> PipelineFault:
