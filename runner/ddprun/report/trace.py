@@ -32,8 +32,8 @@ Event = dict[str, Any]
 
 
 def write(run: Run, target: Path, *, steps: tuple[int, int] | None = None) -> int:
-    """Write a run's `trace.json`; gives how many steps are in it. `steps` are the first and the last; None:
-    all, or as many of the last as a browser opens.
+    """Write a run's `trace.json`; gives how many steps of those recorded are in it. `steps` are the first and
+    the last; None: all, or as many of the last as a browser opens.
     """
     chosen = _choose_steps(run) if steps is None else range(steps[0], steps[1] + 1)
     with replace_atomically(target.parent, target.name) as file:
@@ -43,7 +43,7 @@ def write(run: Run, target: Path, *, steps: tuple[int, int] | None = None) -> in
             file.write(separator + encode_json_line(event))
             separator = b","
         file.write(b"]}\n")
-    return len(chosen)
+    return sum(step in chosen for step in run.recorded_steps)
 
 
 def _choose_steps(run: Run) -> set[int]:
