@@ -133,7 +133,7 @@ def test_what_events_say_is_not_believed(tmp_path: Path) -> None:
     with (folder / "events.jsonl").open("a") as file:
         file.writelines(json.dumps(event) + "\n" for event in odd)
     found = digest_run(Run(folder))
-    assert found.run.evaluations == {5: {"loss": 7.0}, 10: {"loss": 0.2, "accuracy": 0.9}}
+    assert found.run.evaluations == {(5, 0): {"loss": 7.0}, (10, 0): {"loss": 0.2, "accuracy": 0.9}}
     assert found.stages[0].name == "stage 0, train (5)"
     assert "<main" in page_of(found)
 
@@ -354,3 +354,21 @@ def test_held_out_metrics_are_charts_with_tables(tmp_path: Path) -> None:
     once = digest_run(Run(make(tmp_path / "once", evaluated=(10,))))
     assert make_sections([("", once)], [])["Held-out data"] == []
     assert "held-out loss 0.2 held-out accuracy 0.9" in words(page_of(once))
+
+
+def test_a_second_evaluation_after_a_step_has_a_name_of_its_own(tmp_path: Path) -> None:
+    """It may be of other data: it is no point of the curve, and takes none away from it."""
+    folder = make(tmp_path / "run", evaluated=(10, 20))
+    with (folder / "events.jsonl").open("a") as file:
+        for stage, accuracy in ((1, 0.5), (2, 0.3), (2, 0.4)):  # the last is repeated by a resumed run
+            event = {"event": "evaluated", "stage": stage, "step": 20, "accuracy": accuracy}
+            file.write(json.dumps(event) + "\n")
+    found = digest_run(Run(folder))
+    assert {name: (one.steps, one.means) for name, one in found.held_out.items()} == {
+        "loss": ([10, 20], [0.2, 0.1]),
+        "accuracy": ([10, 20], [0.9, 0.9]),
+        "accuracy of stage 1": ([20], [0.5]),
+        "accuracy of stage 2": ([20], [0.4]),
+    }
+    told = "held-out accuracy 0.9 held-out accuracy of stage 1 0.5 held-out accuracy of stage 2 0.4"
+    assert told in words(page_of(found))

@@ -38,7 +38,9 @@ def _layout(x: str, y: str = "", **more: Any) -> dict[str, Any]:
 
 def mark_stages_and_evaluations(chart: Chart, runs: NamedDigests) -> Chart:
     """The chart with where stages begin and evaluations took place, if that is the same in all runs."""
-    marked = [(stage_starts(digest), list(digest.run.evaluations)) for _, digest in runs]
+    marked = [
+        (stage_starts(digest), sorted({step for step, _ in digest.run.evaluations})) for _, digest in runs
+    ]
     (begins, evaluations), layout = marked[0], chart["layout"]
     shapes: list[dict[str, Any]] = []
 

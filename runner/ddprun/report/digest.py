@@ -425,11 +425,15 @@ def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> Ru
 
 
 def _held_out(run: Run) -> dict[str, Curve]:
-    names = dict.fromkeys(name for metrics in run.evaluations.values() for name in metrics)
-    return {
-        name: Curve.of((step, [found[name]]) for step, found in run.evaluations.items() if name in found)
-        for name in names
-    }
+    """The curve of each metric. What another stage measures after the same step, maybe on other data, has a
+    name of its own.
+    """
+    found, last_step = defaultdict[str, list[tuple[float, list[float]]]](list), -1
+    for (step, stage), metrics in run.evaluations.items():
+        of_stage, last_step = f" of stage {stage}" * (step == last_step), step
+        for name, value in metrics.items():
+            found[name + of_stage].append((step, [value]))
+    return {name: Curve.of(values) for name, values in found.items()}
 
 
 def _covered_us(intervals: Iterable[tuple[float, float]]) -> float:

@@ -170,13 +170,16 @@ class Run:
             return ""
 
     @cached_property
-    def evaluations(self) -> dict[int, dict[str, float]]:
-        """The metrics of each evaluation, by the number of steps before it; a resumed run repeats some."""
+    def evaluations(self) -> dict[tuple[int, int], dict[str, float]]:
+        """The metrics of each evaluation, by the number of steps before it and by its stage; a resumed run
+        repeats some.
+        """
         found = {}
         for event in self.events:
-            if event["event"] == "evaluated" and isinstance(step := event.get("step"), int):
+            step, stage = event.get("step"), event.get("stage")
+            if event["event"] == "evaluated" and isinstance(step, int) and isinstance(stage, int):
                 metrics = {name: value for name, value in event.items() if name not in _NON_METRIC_FIELDS}
-                found[step] = {name: value for name, value in metrics.items() if _is_number(value)}
+                found[step, stage] = {name: value for name, value in metrics.items() if _is_number(value)}
         return dict(sorted(found.items()))
 
     @cached_property
