@@ -177,6 +177,25 @@ def test_a_policy_that_seldom_synchronises_is_compared_by_its_cycle(tmp_path: Pa
     assert stage.step_parts_us["step"] == (mean_us, mean_us)
 
 
+def test_a_cycle_of_which_only_some_steps_are_recorded_is_not_compared(tmp_path: Path) -> None:
+    """Each third step shows a mean step of a cycle of four, each sixth does not."""
+    mean_us = (3 * 54_000 + 75_000) / 4
+    for stride, cycle in ((3, 4), (6, 4)):
+        folder = over_a_link(tmp_path / f"{stride}", steps=60, every=cycle)
+        for file in (*(folder / "buckets").iterdir(), *(folder / "steps").iterdir()):
+            lines = file.read_text().splitlines(keepends=True)
+            file.write_text("".join(line for line in lines if json.loads(line)["step"] % stride == 0))
+        stage = compared(folder, predicted(cycle=cycle, step_us=mean_us))
+        if stride == 3:
+            assert stage.step_parts_us["step"] == (mean_us, mean_us)
+        else:
+            assert not stage.step_parts_us
+            assert stage.sentences == [
+                "One in 6 steps is recorded, which shows no mean step of a cycle of 4: `timings.every` must "
+                "not share a factor with 4."
+            ]
+
+
 def changed(*path: str | int, to: Any) -> bytes:
     """A prediction with another value somewhere."""
     whole = json.loads(json.dumps(predicted()))

@@ -138,6 +138,16 @@ def test_what_events_say_is_not_believed(tmp_path: Path) -> None:
     assert "<main" in page_of(found)
 
 
+def test_the_speed_is_that_of_all_steps(tmp_path: Path) -> None:
+    """Those that have a record may be slower than the rest, as all with an exchange are."""
+    folder = make(tmp_path / "run", steps=50, every=5)
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps({**summary, "steps_per_s": 400.0}))
+    assert "samples per second 6,400 steps per second 400 " in words(page_of(digest_run(Run(folder))))
+    (folder / "summary.json").unlink()
+    assert "samples per second 1,600 steps per second 100 " in words(page_of(digest_run(Run(folder))))
+
+
 def test_a_run_that_goes_on_meanwhile_has_a_page(tmp_path: Path) -> None:
     """Lines come while they are read; those of later steps are left for the next page."""
     run = Run(make(tmp_path / "run", late=1))

@@ -49,6 +49,29 @@ def test_sentences_say_where_the_time_went_and_what_to_try(tmp_path: Path) -> No
     )
 
 
+def test_steps_without_a_record_count_for_whether_a_rank_was_late(tmp_path: Path) -> None:
+    """Ranks are compared in them, too; of a run that has no others, it is said why there are no records."""
+    folder = make(tmp_path / "run", steps=1500, every=100)
+    events = (folder / "events.jsonl").read_text()
+    told = {}
+    for every in (0, 10, 100):
+        sync = f'{{"local_sgd": {{"every": {every}}}}}' if every else '"every_step"'
+        (folder / "events.jsonl").write_text(events.replace('"every_step"', sync))
+        told[every] = sentences_by_stage(digest_run(Run(folder)))[""][1]
+    assert told == {
+        0: "No rank was late for long.",
+        10: "No rank was late for long.",
+        100: "Ranks synchronised too rarely, or in too few steps, to tell whether one was late.",
+    }
+    short = digest_run(Run(make(tmp_path / "short", steps=50, every=100)))
+    assert sentences_by_stage(short)[""] == [
+        "The run has no step records, so it is unknown where its time went.",
+        "It took 50 steps: `timings.every` is larger than that, or no record could be written.",
+    ]
+    assert (short.samples_per_s, short.steps_per_s) == (None, 100)
+    assert "A step took" not in words(page_of(short, short))
+
+
 def test_a_run_that_does_not_tell_where_its_time_went_has_a_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -294,14 +294,19 @@ class RunDigest:
 
     @property
     def steps_per_s(self) -> float | None:
-        """The speed that all reports of a run give."""
+        """The speed that all reports of a run give: of all steps, if the summary knows it. Those that have a
+        record may all be steps with an exchange.
+        """
+        summary = self.run.summary
+        if summary is not None and summary.steps > len(self.recorded_steps) and summary.steps_per_s:
+            return summary.steps_per_s
         return self.times.steps_per_s
 
     @property
     def samples_per_s(self) -> float | None:
         """Samples per second of all ranks together, while steps are taken."""
-        us = self.times.total_us
-        return 1e6 * us["samples"] / us["step_us"] if us["step_us"] else None
+        total, steps_per_s = self.times.total_us, self.steps_per_s
+        return steps_per_s * total["samples"] / total["steps"] if steps_per_s and total["steps"] else None
 
 
 class _StepMeans:

@@ -88,7 +88,7 @@ def _summary_sentences(runs: NamedDigests, comparison: Comparison | None) -> dic
         return dict(sentences_by_stage(runs[0][1]))
     found: dict[str, Sequence[str]] = {"": comparison[0]} if comparison else {}
     for name, digest in runs:
-        if digest.steps_per_s is not None:
+        if digest.times.steps_per_s is not None:
             found[name] = [time_breakdown(digest.times)]
     about_all = ["`ddprun report RUN` shows more of each: a timeline, stages, communication, and errors."]
     if comparison is None:

@@ -216,7 +216,12 @@ class MeasuredStage:
         if differ:
             text = f"The prediction is not compared, because it is for something else: {', '.join(differ)}."
             return StageComparison(self.stage.name, [text])
-        measured = self.mean_step_parts_us(max(1, one.cycle))
+        cycle, stride = max(1, one.cycle), self.digest.run.stride
+        if math.gcd(cycle, stride) > 1:  # the same few steps of each cycle are recorded
+            text = f"One in {stride:,} steps is recorded, which shows no mean step of a cycle of {cycle:,}: "
+            text += f"`timings.every` must not share a factor with {cycle:,}."
+            return StageComparison(self.stage.name, [text])
+        measured = self.mean_step_parts_us(cycle)
         if not measured:
             text = f"Too few steps are recorded: {one.cycle:,} are needed after the first {WARM_UP}."
             return StageComparison(self.stage.name, [text])

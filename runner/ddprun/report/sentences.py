@@ -59,6 +59,7 @@ _LEVERS = {
         "`torch.compile` may make steps faster, and changes only rounding; more ranks, a larger batch and "
         "`torch.autocast` change training.",
     ),
+    "every": ("`timings.every`", "`every` in `ddprun.observe`"),
     "balance": ("`loader.balance`, which gives slow ranks fewer samples", ""),
 }
 
@@ -101,8 +102,11 @@ def sentences_by_stage(digest: RunDigest) -> dict[str, list[str]]:
     Of many stages, those that took most time; without a name if only one takes steps.
     """
     if not digest.recorded_steps:
-        where = "The run has no step records, so it is unknown where its time went."
-        return {"": [where, "It may have ended before its first step: events, below, show how far it got."]}
+        why = "It may have ended before its first step: events, below, show how far it got."
+        if digest.run.summary is not None and digest.run.summary.steps:
+            took, every = format_count(digest.run.summary.steps, "step"), _lever(digest.run, "every")
+            why = f"It took {took}: {every} is larger than that, or no record could be written."
+        return {"": ["The run has no step records, so it is unknown where its time went.", why]}
     found = {}
     for stage in _main_stages(digest):
         first, last = stage.first_step, stage.last_step
@@ -148,7 +152,7 @@ def time_breakdown(times: StepTimes) -> str:
 def _straggler_sentence(digest: RunDigest, stage: StageDigest, late_ranks: Sequence[StragglerTotal]) -> str:
     if len(digest.run.ranks) < 2:
         return "There was one rank, so no rank waited for another."
-    if not late_ranks and stage.synced_steps < _STRAGGLER_WINDOW_STEPS:
+    if not late_ranks and _steps_with_exchange(digest, stage) < _STRAGGLER_WINDOW_STEPS:
         return "Ranks synchronised too rarely, or in too few steps, to tell whether one was late."
     if not late_ranks:
         return "No rank was late for long."
@@ -161,6 +165,16 @@ def _straggler_sentence(digest: RunDigest, stage: StageDigest, late_ranks: Seque
         f"Rank {worst.rank} was {worst.late_us / 1000:.1f} ms late in {worst.cause}{bucket}, {worst.when()}, "
         f"and the others waited for it{others}."
     )
+
+
+def _steps_with_exchange(digest: RunDigest, stage: StageDigest) -> int:
+    """In about how many steps ranks exchanged something; stragglers are looked for in those without a record,
+    too.
+    """
+    stride, every = digest.run.stride, stage.policy[1].get("every")
+    if stride > 1 and isinstance(every, int):  # the records may all be of steps with an exchange
+        return (stage.last_step - stage.first_step + stride) // max(1, every)
+    return stage.synced_steps * stride
 
 
 @dataclass(frozen=True, slots=True)

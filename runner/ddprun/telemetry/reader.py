@@ -4,13 +4,14 @@ Nothing in the folder is believed. No link or pipe is followed, and a line that 
 `docs/records.md` describes it is skipped: a torn last line, and any line with a missing or a wrong field.
 """
 
+import math
 import re
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -206,6 +207,11 @@ class Run:
         for rank in self.ranks:
             found.update(self._read(record_file("steps", rank), _step_of))
         return array("q", sorted(found))
+
+    @cached_property
+    def stride(self) -> int:
+        """Every how manieth step has a record (`timings.every`); 0 if none has."""
+        return reduce(math.gcd, self.recorded_steps, 0)
 
     def step_records(self, rank: int, wanted: Callable[[int], bool] | None = None) -> Iterator[StepRecord]:
         """A rank's step records; only those of `wanted` steps, if given."""
