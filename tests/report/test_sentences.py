@@ -10,7 +10,7 @@ import pytest
 from ddprun.cli import main
 from ddprun.report import html
 from ddprun.report.digest import digest_run
-from ddprun.report.sentences import hook_balance, sentences_by_stage
+from ddprun.report.sentences import ending, hook_balance, sentences_by_stage
 from ddprun.telemetry.reader import Run
 from ddprun.telemetry.records import PARTS
 from tests.report.made_up import make, over_a_link
@@ -70,6 +70,25 @@ def test_steps_without_a_record_count_for_whether_a_rank_was_late(tmp_path: Path
     ]
     assert (short.samples_per_s, short.steps_per_s) == (None, 100)
     assert "A step took" not in words(page_of(short, short))
+
+
+def test_records_of_one_of_two_hosts_are_not_taken_for_all(tmp_path: Path) -> None:
+    """The other's are not here before a checkpoint; events name its rank already."""
+    folder = make(tmp_path / "run", late=1)
+    for kind in ("steps", "buckets"):
+        (folder / kind / "rank-00001.jsonl").unlink()
+    (folder / "summary.json").unlink()
+    events = folder / "events.jsonl"
+    events.write_text(events.read_text().replace('"hosts": ["a", "a"]', '"hosts": ["a", "b"]'))
+    found = digest_run(Run(folder))
+    assert (found.samples_per_s, found.steps_per_s) == (None, 100)
+    told = sentences_by_stage(found)[""]
+    assert told[1].startswith("Rank 1 was 3.0 ms late in backward")
+    assert told[2].startswith("To try first, since nothing is lost: a look at the layers of that bucket")
+    assert ending(found.run) == (
+        "The run is still running, or was killed; the last recorded step is 20. Records of 1 of 2 ranks are "
+        "here: those of other hosts come at checkpoints and at the ends of stages."
+    )
 
 
 def test_a_run_that_does_not_tell_where_its_time_went_has_a_page(

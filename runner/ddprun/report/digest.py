@@ -304,9 +304,11 @@ class RunDigest:
 
     @property
     def samples_per_s(self) -> float | None:
-        """Samples per second of all ranks together, while steps are taken."""
+        """Samples per second of all ranks together, while steps are taken; None: a rank has no records."""
         total, steps_per_s = self.times.total_us, self.steps_per_s
-        return steps_per_s * total["samples"] / total["steps"] if steps_per_s and total["steps"] else None
+        if not (steps_per_s and total["steps"]) or len(self.run.ranks) < self.run.most_ranks:
+            return None
+        return steps_per_s * total["samples"] / total["steps"]
 
 
 class _StepMeans:

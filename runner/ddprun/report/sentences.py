@@ -70,7 +70,17 @@ def _lever(run: Run, name: str) -> str:
 
 
 def ending(run: Run) -> str | None:
-    """How a run ended, if it did not end well."""
+    """How a run ended, if it did not end well; and whose records are here, if not those of all ranks."""
+    found = _ending(run)
+    if 0 < len(run.ranks) < run.most_ranks:
+        here = f"Records of {len(run.ranks):,} of {run.most_ranks:,} ranks are here"
+        if not _is_on_one_host(run):
+            here += ": those of other hosts come at checkpoints and at the ends of stages"
+        return f"{found} {here}." if found else f"{here}."
+    return found
+
+
+def _ending(run: Run) -> str | None:
     summary, failure = run.summary, run.failure
     if summary is None:
         rank = next(filter(run.has_log, run.ranks), None)
@@ -150,7 +160,7 @@ def time_breakdown(times: StepTimes) -> str:
 
 
 def _straggler_sentence(digest: RunDigest, stage: StageDigest, late_ranks: Sequence[StragglerTotal]) -> str:
-    if len(digest.run.ranks) < 2:
+    if digest.run.most_ranks < 2:
         return "There was one rank, so no rank waited for another."
     if not late_ranks and _steps_with_exchange(digest, stage) < _STRAGGLER_WINDOW_STEPS:
         return "Ranks synchronised too rarely, or in too few steps, to tell whether one was late."
@@ -320,4 +330,4 @@ def _sync_less_often_phrase(digest: RunDigest, stage: StageDigest) -> str:
 def _straggler_wait_share(digest: RunDigest, stage: StageDigest, late: StragglerTotal) -> float:
     """The share of the stage's time that ranks waited for a late one, mean over ranks."""
     steps = max(late.steps, stage.last_step - stage.first_step + 1)
-    return late.lost_steps / steps * (len(digest.run.ranks) - 1) / len(digest.run.ranks)
+    return late.lost_steps / steps * (digest.run.most_ranks - 1) / digest.run.most_ranks

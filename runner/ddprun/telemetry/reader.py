@@ -196,6 +196,11 @@ class Run:
         return found
 
     @property
+    def most_ranks(self) -> int:
+        """How many ranks took steps, at most; of those on other hosts there may be no records yet."""
+        return max(len(self.ranks), *(ranks for _, ranks in self.world_sizes))
+
+    @property
     def last_step(self) -> int:
         """The last recorded step; 0 if there is none."""
         return self.recorded_steps[-1] if self.recorded_steps else 0
