@@ -127,7 +127,7 @@ class CheckpointWriter:
                 folder.recover_interrupted_writes(self.root)
 
     def wait(self, limit_s: float, interrupted: Callable[[], bool]) -> None:
-        """Wait until this rank is not writing any more, so that it skips nothing; in memory, until none is. It
+        """Wait until this rank is not writing, so that it skips nothing; in memory, until no rank is. It
         waits no longer than so long, and not once it is `interrupted`.
         """
         _wait_until(lambda: self._current_job is None or interrupted(), time.monotonic() + limit_s)
