@@ -198,7 +198,7 @@ class Run:
     @property
     def most_ranks(self) -> int:
         """How many ranks took steps, at most; of those on other hosts there may be no records yet."""
-        return max(len(self.ranks), *(ranks for _, ranks in self.world_sizes))
+        return max([len(self.ranks), *(ranks for _, ranks in self.world_sizes)])
 
     @property
     def last_step(self) -> int:
@@ -215,7 +215,7 @@ class Run:
 
     @cached_property
     def stride(self) -> int:
-        """Every how manieth step has a record (`timings.every`); 0 if none has."""
+        """One in so many steps has a record (`timings.every`); 0 if none has."""
         return reduce(math.gcd, self.recorded_steps, 0)
 
     def step_records(self, rank: int, wanted: Callable[[int], bool] | None = None) -> Iterator[StepRecord]:
