@@ -1,6 +1,7 @@
 """One schedule for the run, the learning rates and norms that are recorded, and the weights' average."""
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.checkpoint.runs import MODULE, final
-from tests.engine.running import events, lines, run_pipeline, summary
+from tests.engine.running import events, lines, run_pipeline, run_to_end, summary
 from tests.ranks import ddprun
 
 BASE = """
@@ -73,6 +74,121 @@ stages:
   - train: {steps: 12, evaluate: {every: 4}, keep_best: {metric: loss}}
   - save
 """
+
+
+RESUMED = """
+model: {mlp: {inputs: 64, hidden: [16], outputs: 10}}
+data: digits
+loader: {batch_size: 32}
+optimizer: {sgd: {lr: 0.1}}
+checkpoint: {every: STEP, keep: 99}
+"""
+OF_STAGE = "schedule: {CosineAnnealingLR: {eta_min: 0.01}}\n"
+OF_RUN = "schedule: {CosineAnnealingLR: {eta_min: 0.01}, over: run}\n"
+BY_LOSS = "schedule: {ReduceLROnPlateau: {}}\n"
+TWO_STAGES = "stages: [{train: {steps: 10}}, {train: {steps: 20}}]"
+EVALUATING = "stages: [{train: {steps: 20, evaluate: {every: 5}}}]"
+STOPPING = "evaluate: {every: 5}, stop: {metric: loss, min_delta: 99, patience: 1}"
+EPOCH = -(-1438 // 32)  # steps of one rank
+
+
+def resume_after(folder: Path, step: int, before: str, after: str, ranks: tuple[int, int] = (1, 1)) -> Path:
+    """Run a pipeline, and go on with another from the checkpoint of a step."""
+    base = RESUMED.replace("STEP", str(step))
+    codes, told = run_to_end(folder, base + before, ranks[0])
+    assert codes == [0] * ranks[0], told
+    for checkpoint in (folder / "run" / "checkpoints").glob("step-*"):
+        if int(checkpoint.name.removeprefix("step-")) != step:
+            shutil.rmtree(checkpoint)
+    codes, told = run_to_end(folder, base + after, ranks[1], resuming=True)
+    assert codes == [0] * ranks[1], told
+    return folder / "run"
+
+
+def cosines(*parts: tuple[int, int, int]) -> list[float]:
+    """From a step to another one of a cosine of a length."""
+    return [cosine(step, of) for first, end, of in parts for step in range(first, end)]
+
+
+@pytest.mark.parametrize(
+    ("step", "before", "after", "expected"),
+    [
+        # The length of the run, of which some is done.
+        (
+            20,
+            OF_RUN + "stages: [{train: {steps: 100}}, {train: {steps: 10}}]",
+            OF_RUN + "stages: [{train: {steps: 4}}, {train: {steps: 10}}]",
+            cosines((0, 20, 110), (20, 30, 30)),
+        ),
+        (
+            15,
+            OF_RUN + f"stages: [{{train: {{steps: 20, {STOPPING}}}}}, {{train: {{steps: 20}}}}]",
+            OF_RUN + f"stages: [{{train: {{steps: 20, {STOPPING}}}}}, {{train: {{steps: 20}}}}]",
+            cosines((0, 30, 40)),
+        ),
+        # Another schedule: of other steps, of none, of evaluations.
+        (15, OF_STAGE + TWO_STAGES, OF_RUN + TWO_STAGES, cosines((0, 10, 10), (0, 5, 20), (15, 30, 30))),
+        (15, OF_RUN + TWO_STAGES, OF_STAGE + TWO_STAGES, cosines((0, 15, 30), (5, 20, 20))),
+        (12, EVALUATING, OF_STAGE + EVALUATING, [0.1] * 12 + cosines((12, 20, 20))),
+        (12, BY_LOSS + EVALUATING, OF_STAGE + EVALUATING, [0.1] * 12 + cosines((12, 20, 20))),
+        (
+            20,
+            BY_LOSS + EVALUATING,
+            OF_RUN + EVALUATING.replace("]", ", {train: {steps: 10}}]"),
+            [0.1] * 20 + cosines((20, 30, 30)),
+        ),
+    ],
+)
+def test_a_resumed_run_follows_a_schedule_by_the_steps_that_are_done(
+    tmp_path: Path, step: int, before: str, after: str, expected: list[float]
+) -> None:
+    """Whatever the schedule was before, and however long the pipeline is now."""
+    assert rates(resume_after(tmp_path, step, before, after)) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("stages", "step", "length", "now"),
+    [
+        ("[{train: {epochs: 2}}]", 60, 2 * EPOCH, 75),
+        ("[{train: {steps: 10}}, {train: {epochs: 1}}]", 5, 10 + EPOCH, 10 + 23),
+    ],
+)
+def test_with_more_ranks_a_schedule_of_the_run_is_shorter(
+    tmp_path: Path, stages: str, step: int, length: int, now: int
+) -> None:
+    """By the steps that are left, in this stage and in those that follow."""
+    text = OF_RUN + f"stages: {stages}"
+    run_dir = resume_after(tmp_path, step, text, text, (1, 2))
+    assert rates(run_dir) == pytest.approx(cosines((0, step, length), (step, now, now)), rel=1e-9)
+
+
+def test_a_chained_schedule_may_span_the_run(tmp_path: Path) -> None:
+    """It is one of torch's that do not count their steps; the warm-up does without that, too."""
+    (tmp_path / "own.py").write_text(CHAINED)
+    text = "schedule: {own.chained: {}, over: run}\nwarmup_steps: 3\nstages: [{train: {steps: 10}}]"
+    expected = [0.1 * 0.9**step * min(1, (step + 1) / 3) / (1 + (step < 4)) for step in range(10)]
+    assert rates(resume_after(tmp_path, 6, text, text)) == pytest.approx(expected, rel=1e-9)
+
+
+CHAINED = """
+from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, ExponentialLR
+
+
+def chained(optimizer):
+    return ChainedScheduler([ConstantLR(optimizer, 0.5, 4), ExponentialLR(optimizer, 0.9)], optimizer)
+"""
+
+
+def test_a_schedule_by_a_metric_that_begins_anew_is_told(tmp_path: Path) -> None:
+    """With other options of the optimizer. Without a change it goes on."""
+    text = BY_LOSS + EVALUATING
+    other = text.replace("steps: 20", "steps: 20, optimizer: {sgd: {lr: 0.1, weight_decay: 0.1}}")
+    for after, times in ((text, 0), (other, 1)):
+        folder = tmp_path / str(times)
+        folder.mkdir()
+        resume_after(folder, 12, text, after)
+        told = (folder / "told").read_text()
+        assert told.count("train: the schedule begins anew, at a learning rate of 0.1\n") == times
 
 
 BY_METRIC = """

@@ -45,16 +45,13 @@ def check_and_list_changes(
 
 
 def learning_rates_changed(old: Pipeline, new: Pipeline, stage: int) -> bool:
-    """Whether a stage's learning rates differ: by optimizer, schedule, or lengths."""
+    """Whether a stage's learning rates differ by optimizer or schedule; they may by lengths, too."""
     sides = []
     for pipeline in (old, new):
         taken = pipeline.stages[stage]
         assert isinstance(taken, StepStage)
         settings = taken.effective_settings(pipeline)
-        spanned = pipeline.stages_with_steps() if settings.has_schedule_of_run else [taken]
-        lengths = [(stage.steps, stage.epochs) for stage in spanned if settings.schedule_metric is None]
-        groups = to_plain_data(pipeline.groups)
-        sides.append((groups, to_plain_data(settings.optimizer), to_plain_data(settings.schedule), lengths))
+        sides.append([to_plain_data(one) for one in (pipeline.groups, settings.optimizer, settings.schedule)])
     return bool(sides[0] != sides[1])
 
 

@@ -383,6 +383,7 @@ def note_update(run: StageRun, updates: Sequence[Update]) -> None:
 def after_update(run: StageRun) -> None:
     """What follows an update of the weights: the schedule's next step, and the weights' average (`ema`)."""
     ema, schedule = run.session.runtime.ema, run.session.state.schedule
+    run.session.state.cursor.updates += 1
     if schedule is not None and run.settings.schedule_metric is None:
         schedule.step()
     if ema is not None and run.settings.plan.round is None:  # after a round, it comes after the exchange

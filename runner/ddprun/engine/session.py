@@ -103,7 +103,13 @@ class Cursor:
     stage: int | None = None  # the last stage that takes steps that has begun; it runs if it is `next`
     first_step: int = 0  # steps of the run when that stage began
     first_epoch: int = 0  # the epoch in which it began
-    steps: int | None = None  # how many it has; None where nobody can know
+    first_update: int = 0  # updates of the run when that stage began
+    updates: int = 0  # of the weights, in the run; one that a loss scaler skips does not count
+    steps: list[int | None] = field(default_factory=list)
+    """How many each stage has that takes steps and has begun, though `stop` may have ended it before; None
+    where nobody can know."""
+
+    length: int | None = None  # the steps that the schedule spans
     seconds: float = 0.0  # in that stage, in all attempts; of a broken one, up to its last checkpoint
     run_seconds: float = 0.0  # in all stages
     entries: list[dict[str, Any]] = field(default_factory=list)  # the summary's, of stages that are done
@@ -119,6 +125,8 @@ class Cursor:
 
     def begin(self, stage: int, step: int, epoch: int) -> None:
         self.stage, self.first_step, self.first_epoch, self.seconds = stage, step, epoch, 0.0
+        self.first_update = self.updates
+        self.steps.append(None)
 
     def note_world_size(self, next_step: int, ranks: int) -> None:
         """So many ranks take the steps from `next_step` on."""

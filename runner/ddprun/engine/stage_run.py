@@ -115,10 +115,7 @@ class StageRun:
 
     def warmup_steps_done(self, stage_step: int) -> int:
         """Steps of the warm-up before this step of the stage; counted in the run, where the schedule is."""
-        schedule = self.session.state.schedule
-        if self.settings.has_schedule_of_run and schedule is not None:
-            return int(schedule.last_epoch)
-        return stage_step - 1
+        return self.session.state.cursor.updates if self.settings.has_schedule_of_run else stage_step - 1
 
 
 def begin_stage(session: Session, stage: StepStage) -> StageRun:
@@ -135,13 +132,15 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
             feed.skip_rest_of_epoch()
         cursor.begin(stage.index, state.step, feed.epoch)
         state.results.begin_stage()
-    steps = settings.steps
+    steps, done = settings.steps, state.step - cursor.first_step
+    if steps is not None:
+        steps = max(steps, done)
     if settings.epochs is not None:
         left = feed.steps_left(settings.accumulate, _epochs_left(session, stage, settings.epochs))
-        steps = None if left is None else state.step - cursor.first_step + left
-    same_length = cursor.steps == steps
-    cursor.steps = steps
+        steps = None if left is None else done + left
+    cursor.steps[-1] = steps
     length = update_steps_of_run(session) if settings.has_schedule_of_run else steps
+    same_length, cursor.length = cursor.length == length, length
     if state.schedule is None or not settings.has_schedule_of_run:
         # A schedule of an earlier stage has changed the optimizer's settings; its state stays.
         own_settings = runtime.optimizer_settings[stage.index]
@@ -155,7 +154,7 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
             part = {"schedule": state.schedule.state_dict()}
             check_state_storable(session, part, stage.key_path("schedule"))
         if settings.has_schedule_of_run and state.schedule is not None and saved is None:
-            replay_schedule(state.schedule, (state.loaded_schedule or {}).get("last_epoch", 0))
+            replay_schedule(state.schedule, cursor.updates)
         state.loaded_schedule = None
     mutate = None
     if settings.mutate is not None:
@@ -203,13 +202,16 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     synchronizer.set_delta_bases()
     if saved is not None:
         with errors_of_checkpoint(session, saved["checkpoint"]):
-            other_length = not (same_length or settings.schedule_metric)
-            new_rates = saved["new_rates"] or other_length
             by_metric = settings.schedule_metric is not None
-            to_replay = restore_mid_stage(session, saved, new_rates=new_rates, by_metric=by_metric)
-        if to_replay:  # follow the new schedule from its start to here, or to its end
-            assert state.schedule is not None
-            replay_schedule(state.schedule, to_replay if length is None else min(to_replay, length))
+            new_rates = saved["new_rates"] or not (same_length or by_metric)
+            restore_mid_stage(session, saved, new_rates=new_rates)
+        if new_rates and by_metric:
+            rates = dict.fromkeys(f"{group['lr']:g}" for group in runtime.optimizer.param_groups)
+            begins = f"the schedule begins anew, at a learning rate of {', '.join(rates)}"
+            session.reporter.note(f"{stage.name}: {begins}")
+        elif new_rates and state.schedule is not None:  # follow the new schedule from its start to here
+            first_update = 0 if settings.has_schedule_of_run else cursor.first_update
+            replay_schedule(state.schedule, cursor.updates - first_update)
         seeding.restore_generators(saved["generators"], runtime.device)
         return run
     for action in sequence.begin():
@@ -221,10 +223,13 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
 
 
 def update_steps_of_run(session: Session) -> int | None:
-    """Steps of all stages that update the weights; None where nobody can know."""
-    total = 0
-    for stage, settings in session.runtime.loaded.pipeline.stages_and_settings():
-        steps = session.runtime.feeds.steps_of(stage.index, settings)
+    """Steps of all stages that update the weights; None where nobody can know. Those that have begun keep the
+    length that they had: ranks and batches may be others since.
+    """
+    total, begun = 0, session.state.cursor.steps
+    for index, (stage, settings) in enumerate(session.runtime.loaded.pipeline.stages_and_settings()):
+        known = index < len(begun)
+        steps = begun[index] if known else session.runtime.feeds.steps_of(stage.index, settings)
         if steps is None:
             return None
         total += steps if settings.updates_weights else 0

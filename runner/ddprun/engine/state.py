@@ -153,13 +153,12 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
         load(state[part])
 
 
-def restore_mid_stage(session: Session, state: Mapping[str, Any], *, new_rates: bool, by_metric: bool) -> int:
+def restore_mid_stage(session: Session, state: Mapping[str, Any], *, new_rates: bool) -> None:
     """Continue in the middle of a stage, whose policy has begun and whose schedule has been built. Called in
     `resume.errors_of_checkpoint`, too.
 
-    With `new_rates` learning rates are not what they were, or fall over another number of steps; a schedule
-    `by_metric` then begins anew. Gives how many steps another new schedule is to take, for which its own code
-    runs; generators are restored after that.
+    With `new_rates` learning rates are not what they were, or fall over another number of steps: those of the
+    checkpoint, and its schedule, do not count.
     """
     synchronizer, schedule = session.state.synchronizer, session.state.schedule
     assert synchronizer is not None
@@ -173,9 +172,6 @@ def restore_mid_stage(session: Session, state: Mapping[str, Any], *, new_rates: 
         # The schedule, when it was built, has set the learning rates of a first step.
         session.runtime.optimizer.load_state_dict(state["optimizer"])
         _load_groups(session.runtime.optimizer, state["groups"])
-    elif schedule is not None and not by_metric:
-        return int((state["schedule"] or {}).get("last_epoch", 0))
-    return 0
 
 
 def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
