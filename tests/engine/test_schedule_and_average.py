@@ -137,6 +137,19 @@ def cosines(*parts: tuple[int, int, int]) -> list[float]:
             OF_RUN + EVALUATING.replace("]", ", {train: {steps: 10}}]"),
             [0.1] * 20 + cosines((20, 30, 30)),
         ),
+        # Epochs in place of steps: of an epoch that was begun before the stage, what is left comes first.
+        (
+            15,
+            OF_STAGE + TWO_STAGES,
+            OF_STAGE + TWO_STAGES.replace("steps: 20", "epochs: 1"),
+            cosines((0, 10, 10), (0, 5, 20), (5, 2 * EPOCH - 10, 2 * EPOCH - 10)),
+        ),
+        (
+            EPOCH + 5,
+            OF_STAGE + TWO_STAGES.replace("steps: 10", f"steps: {EPOCH}"),
+            OF_STAGE + TWO_STAGES.replace("steps: 10", f"steps: {EPOCH}").replace("steps: 20", "epochs: 1"),
+            cosines((0, EPOCH, EPOCH), (0, 5, 20), (5, EPOCH, EPOCH)),
+        ),
     ],
 )
 def test_a_resumed_run_follows_a_schedule_by_the_steps_that_are_done(

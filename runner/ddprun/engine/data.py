@@ -151,6 +151,11 @@ class Feed:
             return digest_of(islice(iter(self.dataset), 1)) == self._stream.first_digest
 
     @property
+    def next_epoch(self) -> int:
+        """The first epoch of which no sample has been used."""
+        return self.epoch + (self._consumed_samples > 0)
+
+    @property
     def at_epoch_end(self) -> bool:
         """Whether the last step has used up an epoch of map-style data."""
         return not self.iterable and self._consumed_samples > 0 and not self._samples_left()

@@ -102,7 +102,7 @@ class Cursor:
     next: int = 0  # the index in `stages` of the stage that runs, or that comes next
     stage: int | None = None  # the last stage that takes steps that has begun; it runs if it is `next`
     first_step: int = 0  # steps of the run when that stage began
-    first_epoch: int = 0  # the epoch in which it began
+    first_epoch: int = 0  # the first epoch of which no earlier stage has used a part
     first_update: int = 0  # updates of the run when that stage began
     updates: int = 0  # of the weights, in the run; one that a loss scaler skips does not count
     steps: list[int | None] = field(default_factory=list)

@@ -130,7 +130,7 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     if saved is None:
         if settings.epochs is not None:
             feed.skip_rest_of_epoch()
-        cursor.begin(stage.index, state.step, feed.epoch)
+        cursor.begin(stage.index, state.step, feed.next_epoch)
         state.results.begin_stage()
     steps, done = settings.steps, state.step - cursor.first_step
     if steps is not None:
