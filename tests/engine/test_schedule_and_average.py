@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from ddprun import EXIT_BAD_INPUT
 from tests.checkpoint.runs import MODULE, final
 from tests.engine.running import events, lines, run_pipeline, run_to_end, summary
 from tests.ranks import ddprun
@@ -202,6 +203,15 @@ def test_a_schedule_by_a_metric_that_begins_anew_is_told(tmp_path: Path) -> None
         resume_after(folder, 12, text, after)
         told = (folder / "told").read_text()
         assert told.count("train: the schedule begins anew, at a learning rate of 0.1\n") == times
+
+
+def test_a_schedule_that_torch_cannot_compute_is_named(tmp_path: Path) -> None:
+    """It divides by the number of steps of the first phase, less one."""
+    text = "schedule: {OneCycleLR: {max_lr: 0.1, pct_start: 0.1}}\nstages: [{train: {steps: 10}}]\n"
+    codes, told = run_to_end(tmp_path, RESUMED.replace("STEP", "5") + text, 1)
+    assert codes == [EXIT_BAD_INPUT]
+    assert "schedule.OneCycleLR: float division by zero" in told
+    assert "Traceback" not in told
 
 
 BY_METRIC = """

@@ -194,11 +194,13 @@ class ChoiceBuilder:
         return made
 
     def call_constructor(self, make: Callable[[], _T]) -> _T:
-        """Call a constructor; its ValueError, TypeError or (torch's) RuntimeError becomes a PipelineError."""
+        """Call a constructor; its ValueError or TypeError becomes a PipelineError, and of torch's also a
+        RuntimeError or ArithmeticError.
+        """
         try:
             return make()
-        except (ValueError, TypeError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and self.source != "torch":
+        except (ValueError, TypeError, RuntimeError, ArithmeticError) as error:
+            if isinstance(error, RuntimeError | ArithmeticError) and self.source != "torch":
                 raise
             raise self.error(str(error), "; ".join(self._hints(error)) or None) from None
 
