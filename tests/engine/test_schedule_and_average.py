@@ -205,6 +205,23 @@ def test_a_schedule_by_a_metric_that_begins_anew_is_told(tmp_path: Path) -> None
         assert told.count("train: the schedule begins anew, at a learning rate of 0.1\n") == times
 
 
+def test_a_lengthened_stage_has_stepped_by_its_last_evaluation(tmp_path: Path) -> None:
+    """It goes on as if it had been as long from the start: the rates, and when evaluations stop it."""
+    schedule = "schedule: {ReduceLROnPlateau: {patience: 0, factor: 0.5, threshold: 0.9}}\n"
+    text = RESUMED.replace("STEP", "10") + schedule + EVALUATING.replace("evaluate: {every: 5}", STOPPING)
+    for patience, reduced in ((3, [0.05] * 5 + [0.025] * 5), (1, [])):
+        folder = tmp_path / str(patience)
+        folder.mkdir()
+        for steps in (10, 40):
+            longer = text.replace("steps: 20", f"steps: {steps}")
+            longer = longer.replace("patience: 1}", f"patience: {patience}}}")
+            codes, told = run_to_end(folder, longer, 1, resuming=steps == 40)
+            assert codes == [0], told
+            (stage,) = summary(folder / "run")["stages"]
+            assert stage["stopped_early"] is (steps == 40), "at its end, it has come to its end"
+        assert rates(folder / "run") == [0.1] * 10 + reduced
+
+
 def test_a_schedule_that_torch_cannot_compute_is_named(tmp_path: Path) -> None:
     """It divides by the number of steps of the first phase, less one."""
     text = "schedule: {OneCycleLR: {max_lr: 0.1, pct_start: 0.1}}\nstages: [{train: {steps: 10}}]\n"

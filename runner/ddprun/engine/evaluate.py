@@ -101,21 +101,24 @@ def evaluate_in_stage(run: StageRun, *, at_end: bool = False) -> bool:
         if stage.keep_best is not None:
             _keep_if_best(session, stage.keep_best, found)
     session.runtime.recorder.record_between_step_exchanges(stage.index, state.step)
-    if stage.stop is not None and not at_end:
-        _update_early_stop(run, stage.stop, found[stage.stop.metric])
+    if not run.at_evaluation:
+        return True
+    # At the end, too: a resumed run may lengthen the stage.
+    if stage.stop is not None:
+        _update_early_stop(run, stage.stop, found[stage.stop.metric], at_end=at_end)
     metric, schedule = run.settings.schedule_metric, cast(Any, state.schedule)
-    if metric is not None and not at_end:
+    if metric is not None:
         schedule.step(found[metric])
     return True
 
 
-def summary_of_evaluations(run: StageRun) -> dict[str, Any]:
+def summary_of_evaluations(run: StageRun, stopped_early: bool) -> dict[str, Any]:
     """What a stage's entry in the summary says of its evaluations."""
     results, step = run.session.state.results, run.session.state.step
     best, at_end = results.best, results.evaluated_step == step
     found: dict[str, Any] = {"metrics": results.metrics if at_end else None}
     if run.stage.stop is not None:
-        found |= {"stopped_early": run.stopped_early, "best": best and best.model_dump()}
+        found |= {"stopped_early": stopped_early, "best": best and best.model_dump()}
     return found
 
 
@@ -160,7 +163,7 @@ def discard_stale_best(session: Session) -> None:
         session.reporter.note(f"{BEST_FILE} is from step {step}, which is repeated: removed")
 
 
-def _update_early_stop(run: StageRun, wanted: EarlyStop, value: float) -> None:
+def _update_early_stop(run: StageRun, wanted: EarlyStop, value: float, *, at_end: bool) -> None:
     session, state, results = run.session, run.session.state, run.session.state.results
     best = results.best
     if best is not None and best.metric != wanted.metric:
@@ -169,7 +172,7 @@ def _update_early_stop(run: StageRun, wanted: EarlyStop, value: float) -> None:
         results.best, results.since_best = Best(metric=wanted.metric, value=value, step=state.step), 0
         return
     results.since_best += 1
-    if run.stopped_early:
+    if run.stopped_early and not at_end:
         by = f" by more than {wanted.min_delta:g}" if wanted.min_delta else ""
         about = {"metric": wanted.metric, "best": best and best.value, "best_step": best and best.step}
         session.reporter.events.info("stopped_early", stage=run.stage.index, step=state.step, **about)

@@ -84,6 +84,7 @@ def run_stage(session: Session, stage: StepStage) -> dict[str, Any]:
         end = run_steps(run, step_function)
     finally:
         reporter.screen.end()
+    stopped_early = run.stopped_early
     runtime.profiler.stop(state.step)  # what lies between stages belongs to no step
     if end == "complete":
         end_stage(run)
@@ -106,7 +107,7 @@ def run_stage(session: Session, stage: StepStage) -> dict[str, Any]:
         "loss": state.results.loss,
         "interrupted": end != "complete",
     }
-    return entry | ({} if stage.evaluate is None else summary_of_evaluations(run))
+    return entry | ({} if stage.evaluate is None else summary_of_evaluations(run, stopped_early))
 
 
 def run_steps(run: StageRun, step_function: StepFunction) -> StageEnd:

@@ -100,12 +100,19 @@ class StageRun:
     @property
     def evaluation_is_due(self) -> bool:
         """Whether held-out data is measured now, between two steps; the stage's end measures after itself."""
-        state, evaluation, done = self.session.state, self.stage.evaluate, self.steps_done
-        if evaluation is None or done in (0, self.steps) or state.results.evaluated_step == state.step:
+        state = self.session.state
+        inside = self.steps_done not in (0, self.steps) and state.results.evaluated_step != state.step
+        return inside and self.at_evaluation
+
+    @property
+    def at_evaluation(self) -> bool:
+        """Whether held-out data is measured after this step, or would be if the stage were longer."""
+        evaluation = self.stage.evaluate
+        if evaluation is None:
             return False
         if evaluation.every == "epoch":
-            return self.session.runtime.feeds.for_stage(self.stage.index).at_epoch_end
-        return done % evaluation.every == 0
+            return not self.session.runtime.feeds.for_stage(self.stage.index).mid_epoch
+        return self.steps_done % evaluation.every == 0
 
     @property
     def stopped_early(self) -> bool:
