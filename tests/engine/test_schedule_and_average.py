@@ -446,3 +446,44 @@ def test_a_step_without_an_update_has_neither(tmp_path: Path) -> None:
     """A forward stage that measures."""
     run_dir = run_pipeline(tmp_path, BASE + "optimizer: sgd\nstages: [{forward: {steps: 2}}]\n", 1)
     assert [(line["lr"], line["grad_norm"]) for line in lines(run_dir, "steps")] == [(None, None)] * 2
+
+
+LOUD_ONCE = """
+import os
+
+from torch.nn.functional import cross_entropy
+
+calls = 0
+
+
+def loss(output, target):
+    global calls
+    calls += 1
+    is_loud = calls == LOUD_AT and os.environ["RANK"] == "0"
+    return cross_entropy(output, target) * (1e30 if is_loud else 1.0)
+"""
+
+SKIPS = """
+precision: fp16
+loss: loud.loss
+optimizer: {sgd: {lr: 0.1}}
+schedule: {CosineAnnealingLR: {}, over: run}
+ema: 0.9
+stages:
+  - train: {steps: 10, sync: {local_sgd: {every: 4}}}
+  - train: {steps: 4}
+"""
+
+
+def test_an_update_that_one_rank_skips_leaves_schedules_and_averages_together(tmp_path: Path) -> None:
+    """Its loss scaler has found gradients that are not finite, in a policy of updates of its own."""
+    (tmp_path / "loud.py").write_text(LOUD_ONCE.replace("LOUD_AT", "9"))
+    (tmp_path / "p.yaml").write_text(BASE + SKIPS)
+    done = ddprun("p.yaml", "--run-dir=run", "--set=launch.timeout_s=20", cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    found = [event for event in events(tmp_path / "run") if event["event"] == "step_skipped"]
+    assert {event["rank"] for event in found} == {0}
+    by_rank = [
+        [line["lr"] for line in lines(tmp_path / "run", "steps") if line["rank"] == rank] for rank in (0, 1)
+    ]
+    assert by_rank[0] == by_rank[1]

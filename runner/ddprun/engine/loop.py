@@ -42,7 +42,7 @@ from ddprun.engine.data import MicroBatch, StepBatches
 from ddprun.engine.evaluate import evaluate_in_stage, summary_of_evaluations
 from ddprun.engine.session import Session
 from ddprun.engine.stage_run import StageRun, begin_stage, end_stage, execute_action
-from ddprun.engine.state import report_checkpoints, take_checkpoint
+from ddprun.engine.state import replay_schedule, report_checkpoints, take_checkpoint
 from ddprun.engine.turns import Turn, only_groups_of
 from ddprun.parallel.ddp import DdpReplica
 from ddprun.sync.plan import is_due
@@ -177,8 +177,7 @@ def train_step(run: StageRun, batches: StepBatches, stage_step: int) -> None:
             total = batches.total_weight
             run.synchronizer.weight = own_weight * ranks / total if total else 1.0
     runtime.turns.select(runtime.turns.of_stage[run.stage.index])
-    if applied or run.settings.plan.round is not None:  # schedules of ranks go together
-        after_update(run)
+    after_update(run, applied=applied)
     runtime.recorder.lap("optimizer_us")
 
 
@@ -335,8 +334,7 @@ def forward_step(update: UpdateFunction | None, run: StageRun, batches: StepBatc
             update_of_weights = optimizer_step(run, from_backward=False)
             note_update(run, [update_of_weights])
             applied = update_of_weights.applied
-    if applied:
-        after_update(run)
+    after_update(run, applied=applied)
     recorder.lap("optimizer_us")
 
 
@@ -381,12 +379,16 @@ def note_update(run: StageRun, updates: Sequence[Update]) -> None:
     recorder.note_update(groups, total, of_groups)
 
 
-def after_update(run: StageRun) -> None:
-    """What follows an update of the weights: the schedule's next step, and the weights' average (`ema`)."""
+def after_update(run: StageRun, *, applied: bool) -> None:
+    """What follows an update of the weights: the schedule's next step, and the weights' average (`ema`). One
+    that was skipped counts where each rank has updates of its own: schedules and averages go together.
+    """
+    if not applied and run.settings.plan.gradients == "all":
+        return
     ema, schedule = run.session.runtime.ema, run.session.state.schedule
     run.session.state.cursor.updates += 1
     if schedule is not None and run.settings.schedule_metric is None:
-        schedule.step()
+        schedule.step() if applied else replay_schedule(schedule, 1)
     if ema is not None and run.settings.plan.round is None:  # after a round, it comes after the exchange
         ema.update()
     run.sequence.note_update()

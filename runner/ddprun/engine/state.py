@@ -187,9 +187,9 @@ def _load_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> N
 
 
 def replay_schedule(schedule: LRScheduler, steps: int) -> None:
-    """Take so many steps of a schedule that has just been built."""
+    """Take so many steps of a schedule between which the optimizer takes none."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the optimizer has not stepped in between
+        warnings.simplefilter("ignore")  # torch tells of that
         for _ in range(steps):
             schedule.step()
 
