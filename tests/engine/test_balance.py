@@ -312,7 +312,7 @@ def test_a_global_batch_is_one_process_with_that_batch(tmp_path: Path, balance: 
         assert torch.allclose(weights(done)[name], value, rtol=0, atol=1e-12), name
     assert sum(line["samples"] for line in lines(done, "steps")) == 60 * 100
     shares = [event["samples"] for event in events(done) if event["event"] == "shares"]
-    assert shares == ([] if balance == "null" else [[23, 7, 4]])
+    assert shares == ([] if balance == "null" else [[24, 7, 3]])
 
 
 GRADIENTS = """
@@ -506,7 +506,7 @@ REPLAY = "balance: {replay: before}"
         ),
         ("balance: {replay: other}", [], "other is not the folder of a run: it does not exist"),
         ("balance: {node9: 3}", [], 'no rank is on a host "node9"; the hosts are '),
-        ('balance: {"0": 9}, max_share: 1.5', [], "14 samples of a micro-batch, and max_share allows 12"),
+        ('balance: {"0": 9}, max_share: 1.5', [], "15 samples of a micro-batch, and max_share allows 12"),
     ],
 )
 def test_shares_that_do_not_fit_the_run_are_refused(

@@ -10,13 +10,14 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from ddprun.checkpoint.folder import steps_in
 from ddprun.config import PipelineError, load
 from ddprun.engine import build
 from ddprun.engine.optimizers import TwoOptimizers, build_optimizer
 from ddprun.engine.turns import build_turns, group_names
 from ddprun.predict.forecast import optimizer_bytes
 from tests.checkpoint.runs import MODULE, assert_killed_run_ends_alike, final
-from tests.engine.running import lines, run_pipeline, weights
+from tests.engine.running import events, lines, run_pipeline, weights
 from tests.ranks import ddprun
 
 NETS = """
@@ -230,19 +231,22 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path, sync: str) -> None:
     assert_killed_run_ends_alike(tmp_path, {"p.yaml": RESUMED.replace("SYNC", sync)}, "1 70")
 
 
-def test_ranks_that_skipped_other_steps_keep_their_own_learning_rates(tmp_path: Path) -> None:
+def test_ranks_that_skipped_other_steps_keep_the_same_learning_rates(tmp_path: Path) -> None:
     """As with fp16 under a local policy: also in a checkpoint right after ranks have averaged their state."""
     (tmp_path / "samples.py").write_text(MODULE)
     (tmp_path / "p.yaml").write_text(RESUMED.replace("SYNC", AVERAGE).replace("keep: 2", "keep: 20"))
     done = ddprun("p.yaml", "--run-dir=run", "--nproc-per-node=2", cwd=tmp_path)
     assert done.code == 0, done.stderr
     rates = [line["lr"] for line in lines(tmp_path / "run", "steps") if line["step"] == 30]
-    assert rates[0] != rates[1], "one rank has skipped more steps"
+    assert rates[0] == rates[1]
+    assert any(event["event"] == "step_skipped" for event in events(tmp_path / "run"))
     whole = final(tmp_path / "run")
-    for step in (33, 36, 38):
-        shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{step:08}")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    for step in steps_in(checkpoints):
+        if step > 30:
+            shutil.rmtree(checkpoints / f"step-{step:08}")
     done = ddprun("resume", "run", cwd=tmp_path)
-    assert "resuming after step 30" in done.stderr
+    assert "resuming after step" in done.stderr
     assert final(tmp_path / "run") == whole
 
 

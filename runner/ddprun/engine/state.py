@@ -175,9 +175,7 @@ def restore_mid_stage(session: Session, state: Mapping[str, Any], *, new_rates: 
 
 
 def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The learning rate and other options of a parameter group; each rank's own, which may have skipped
-    other steps than others in a local policy with fp16.
-    """
+    """The learning rate and other options of a parameter group."""
     return {name: value for name, value in group.items() if name != "params"}
 
 
