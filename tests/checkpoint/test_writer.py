@@ -113,6 +113,19 @@ def test_a_rank_that_never_writes_is_named(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_part_that_fails_by_something_else_than_the_disk_is_named_at_once(tmp_path: Path) -> None:
+    """Such as too little memory, of which Python says nothing more."""
+
+    def fail(_: object) -> None:
+        raise MemoryError
+
+    ranks = writers(tmp_path)
+    ranks[1].find_nonfinite = fail
+    assert everyone(ranks, 10).problem == "rank 1 cannot write it: MemoryError()"
+    close(ranks)
+    assert folder.steps_in(tmp_path) == []
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MiB."""

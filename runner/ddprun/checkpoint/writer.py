@@ -295,7 +295,8 @@ class CheckpointWriter:
         return next((one.problem for one in found if one.problem), None)
 
     def _cannot_write(self, error: Exception) -> str:
-        return f"rank {self.rank} cannot write it: {getattr(error, 'strerror', None) or error or repr(error)}"
+        text = getattr(error, "strerror", None) or str(error) or repr(error)
+        return f"rank {self.rank} cannot write it: {text}"
 
 
 def _wait_until(condition: Callable[[], bool], until: float) -> bool:

@@ -351,8 +351,8 @@ class Checkpoint(Options):
     """Steps of the run from one checkpoint to the next; 0 takes none before the end."""
 
     memory_every: NonNegativeInt = 0
-    """After a failure, at most so many steps are repeated: ranks take a checkpoint in shared memory every
-    half as many steps, and wait for the one before; 0 takes none."""
+    """The most steps that a failure repeats: ranks take a checkpoint in shared memory every
+    `memory_every // 2` steps (at least 1), and wait for the previous one first; 0 takes none."""
 
     keep: NonNegativeInt = 3
     """How many of the newest are kept on disk; 0 takes none at all, in memory neither."""

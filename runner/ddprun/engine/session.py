@@ -104,7 +104,7 @@ class Cursor:
     first_step: int = 0  # steps of the run when that stage began
     first_epoch: int = 0  # the first epoch of which no earlier stage has used a part
     first_update: int = 0  # updates of the run when that stage began
-    updates: int = 0  # of the weights, in the run; one that a loss scaler skips does not count
+    updates: int = 0  # of the weights, in the run; a skipped one counts only where ranks update apart
     steps: list[int | None] = field(default_factory=list)
     """How many each stage has that takes steps and has begun, though `stop` may have ended it before; None
     where nobody can know."""
