@@ -219,6 +219,12 @@ def test_a_lengthened_stage_has_stepped_by_its_last_evaluation(tmp_path: Path) -
             assert codes == [0], told
             (stage,) = summary(folder / "run")["stages"]
             assert stage["stopped_early"] is (steps == 40), "at its end, it has come to its end"
+            stop = "train: stops after step"
+            assert [line.split(": loss")[0] for line in told.splitlines() if stop in line] == (
+                [f"{stop} {10 + len(reduced)}"] if steps == 40 else []
+            )
+        found = [event["step"] for event in events(folder / "run") if event["event"] == "stopped_early"]
+        assert found == [10 + len(reduced)]
         assert rates(folder / "run") == [0.1] * 10 + reduced
 
 
@@ -470,15 +476,18 @@ optimizer: {sgd: {lr: 0.1}}
 schedule: {CosineAnnealingLR: {}, over: run}
 ema: 0.9
 stages:
-  - train: {steps: 10, sync: {local_sgd: {every: 4}}}
+  - train: {steps: 10, APART}
   - train: {steps: 4}
 """
 
 
-def test_an_update_that_one_rank_skips_leaves_schedules_and_averages_together(tmp_path: Path) -> None:
-    """Its loss scaler has found gradients that are not finite, in a policy of updates of its own."""
+@pytest.mark.parametrize("apart", ["sync: {local_sgd: {every: 4}}", "hooks: [noop]"])
+def test_an_update_that_one_rank_skips_leaves_schedules_and_averages_together(
+    tmp_path: Path, apart: str
+) -> None:
+    """Its loss scaler has found gradients that are not finite, and its updates are its own."""
     (tmp_path / "loud.py").write_text(LOUD_ONCE.replace("LOUD_AT", "9"))
-    (tmp_path / "p.yaml").write_text(BASE + SKIPS)
+    (tmp_path / "p.yaml").write_text(BASE + SKIPS.replace("APART", apart))
     done = ddprun("p.yaml", "--run-dir=run", "--set=launch.timeout_s=20", cwd=tmp_path)
     assert done.code == 0, done.stderr
     found = [event for event in events(tmp_path / "run") if event["event"] == "step_skipped"]

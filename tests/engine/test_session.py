@@ -22,6 +22,7 @@ from ddprun.engine.stage_run import StageRun, begin_stage
 from ddprun.engine.state import collect_state, restore
 from ddprun.parallel.ranks import Environment
 from ddprun.sync.audit import AuditResult
+from ddprun.sync.plan import ReplicaConsistency
 from tests.hooks.test_stacks import assert_same
 from tests.ranks import as_processes
 
@@ -108,13 +109,16 @@ CHANGES: dict[str, Callable[[RunState], object]] = {
     "results.last_audit": lambda state: setattr(state.results, "last_audit", AUDIT),
     "results.farthest_apart": lambda state: setattr(state.results, "farthest_apart", 0.5),
     "cursor": lambda state: setattr(state.cursor, "first_epoch", 3),
-    "replicas": lambda state: setattr(state.replicas, "mutated_at", 3),
+    "replicas.parameters": lambda state: setattr(state.replicas, "parameters", "host"),
+    "replicas.optimizer": lambda state: setattr(state.replicas, "optimizer", "host"),
+    "replicas.mutated_at": lambda state: setattr(state.replicas, "mutated_at", 3),
+    "replicas.averages_differ": lambda state: setattr(state.replicas, "averages_differ", False),
     "outer_momentum": lambda state: state.outer_momentum.update(weight=torch.ones(2)),
     "synchronizer": lambda state: setattr(state, "synchronizer", None),
     "schedule": lambda state: setattr(state, "schedule", None),
     "loaded_schedule": lambda state: setattr(state, "loaded_schedule", {"last_epoch": 0}),
 }
-"""By field of the state, and of what is inside `results`: a change of it."""
+"""By field of the state, and of what is inside `results` and `replicas`: a change of it."""
 
 
 def changed_parts(folder: Path) -> dict[str, list[str]]:
@@ -140,10 +144,13 @@ def test_a_checkpoint_holds_every_field_of_the_state(tmp_path: Path) -> None:
     """A field that is new has to be in it, and has to have a change here that shows it. All of it comes back;
     what the running stage keeps, which is gone by then, does so in `restore_mid_stage`.
     """
-    prepare(tmp_path, "[]", "{local_sgd: {every: 4}}", "schedule: CosineAnnealingLR")
+    prepare(tmp_path, "[]", "{local_sgd: {every: 4}}", "schedule: CosineAnnealingLR\nema: 0.9")
     (found,) = as_processes(1, changed_parts, tmp_path)
-    fields_of_state = {field.name for field in fields(RunState)} - {"resume_state", "results"}
-    assert fields_of_state | {f"results.{name}" for name in Results.model_fields} == {*CHANGES}
+    expected = {field.name for field in fields(RunState)} - {"resume_state", "results", "replicas"}
+    expected |= {f"results.{name}" for name in Results.model_fields}
+    expected |= {f"replicas.{field.name}" for field in fields(ReplicaConsistency)}
+    expected -= {"replicas.hosts", "replicas.optimizer_is_read"}  # the stage and the optimizer say them anew
+    assert expected == {*CHANGES}
     assert found.pop("not reset") == ["sync"]
     assert found.pop("not restored") == []
     assert [name for name, parts in found.items() if not parts] == []

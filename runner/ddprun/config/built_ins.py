@@ -121,7 +121,7 @@ class TextData(Options):
     """The bytes of local files, cut into windows; the target is the window shifted by one byte."""
 
     files: OneOrMore
-    """Paths or globs, relative to the pipeline's folder; `{stdlib}` is the folder of Python's own library."""
+    """Paths or globs, relative to the pipeline's folder; `{stdlib}` is Python's standard library."""
 
     context: PositiveInt = 128
     """Bytes per sample."""

@@ -314,7 +314,7 @@ class Timings(Options):
     fidelity_every: NonNegativeInt = 0
     """Compare each bucket of every n-th step with the exact mean gradient; 0 never does."""
 
-    grad_norm_every: NonNegativeInt = 10
+    grad_norm_every: NonNegativeInt = 50
     """Measure the norm of all gradients in every n-th step; 0 never does. With `clip_norm`, every
     step has it."""
 

@@ -67,17 +67,17 @@ class StepStageSettings:
         assert isinstance(policy, SyncPolicy)
         return policy.plan(StageFacts(self.has_backward, changes_weights))
 
-    @property
+    @cached_property
     def updates_weights(self) -> bool:
         """The stage's steps update the weights, by gradients or by its `update`."""
         return self.has_backward or self.update is not None
 
-    @property
+    @cached_property
     def has_schedule_of_run(self) -> bool:
         """One schedule spans all stages."""
         return self.schedule is not None and "over" in self.schedule.beside
 
-    @property
+    @cached_property
     def schedule_metric(self) -> str | None:
         """The metric by which the schedule steps after evaluations; None: it steps after updates."""
         return self.schedule.beside.get("metric") if self.schedule and self.updates_weights else None
@@ -91,10 +91,15 @@ class StepStageSettings:
         """The hooks as a file would have them."""
         return [hook.to_plain_data() for hook in self.hooks]
 
-    @property
+    @cached_property
     def uses_noop(self) -> bool:
         """The `noop` hook gives each rank its own back, so ranks diverge."""
         return any(hook.name == "noop" for hook in self.hooks)
+
+    @cached_property
+    def averages_gradients(self) -> bool:
+        """Every step averages the gradients of all ranks, so all take the same update."""
+        return self.plan.gradients == "all" and not self.uses_noop
 
 
 class Turn(Options):

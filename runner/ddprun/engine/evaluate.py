@@ -105,7 +105,7 @@ def evaluate_in_stage(run: StageRun, *, at_end: bool = False) -> bool:
         return True
     # At the end, too: a resumed run may lengthen the stage.
     if stage.stop is not None:
-        _update_early_stop(run, stage.stop, found[stage.stop.metric], at_end=at_end)
+        _update_since_best(session, stage.stop, found[stage.stop.metric])
     metric, schedule = run.settings.schedule_metric, cast(Any, state.schedule)
     if metric is not None:
         schedule.step(found[metric])
@@ -163,8 +163,8 @@ def discard_stale_best(session: Session) -> None:
         session.reporter.note(f"{BEST_FILE} is from step {step}, which is repeated: removed")
 
 
-def _update_early_stop(run: StageRun, wanted: EarlyStop, value: float, *, at_end: bool) -> None:
-    session, state, results = run.session, run.session.state, run.session.state.results
+def _update_since_best(session: Session, wanted: EarlyStop, value: float) -> None:
+    state, results = session.state, session.state.results
     best = results.best
     if best is not None and best.metric != wanted.metric:
         best = None  # a resumed run goes by another one
@@ -172,14 +172,18 @@ def _update_early_stop(run: StageRun, wanted: EarlyStop, value: float, *, at_end
         results.best, results.since_best = Best(metric=wanted.metric, value=value, step=state.step), 0
         return
     results.since_best += 1
-    if run.stopped_early and not at_end:
+
+
+def note_early_stop(run: StageRun, wanted: EarlyStop) -> None:
+    """Say that the stage ends before its steps are over, and why."""
+    reporter, step, best = run.session.reporter, run.session.state.step, run.session.state.results.best
+    why = "was never a number"
+    if best is not None:
         by = f" by more than {wanted.min_delta:g}" if wanted.min_delta else ""
-        about = {"metric": wanted.metric, "best": best and best.value, "best_step": best and best.step}
-        session.reporter.events.info("stopped_early", stage=run.stage.index, step=state.step, **about)
-        why = "was never a number"
-        if best is not None:
-            why = f"has not improved{by} since step {best.step} ({best.value:.4f})"
-        session.reporter.note(f"{run.stage.name}: stops after step {state.step}: {wanted.metric} {why}")
+        why = f"has not improved{by} since step {best.step} ({best.value:.4f})"
+    about = {"metric": wanted.metric, "best": best and best.value, "best_step": best and best.step}
+    reporter.events.info("stopped_early", stage=run.stage.index, step=step, **about)
+    reporter.note(f"{run.stage.name}: stops after step {step}: {wanted.metric} {why}")
 
 
 def _record_and_format_metrics(session: Session, stage: Stage, found: dict[str, float]) -> str:

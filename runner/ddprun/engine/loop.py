@@ -39,7 +39,7 @@ from ddprun.config import ForwardStage, StepStage
 from ddprun.engine import build, seeding
 from ddprun.engine.closure import StepClosure
 from ddprun.engine.data import MicroBatch, StepBatches
-from ddprun.engine.evaluate import evaluate_in_stage, summary_of_evaluations
+from ddprun.engine.evaluate import evaluate_in_stage, note_early_stop, summary_of_evaluations
 from ddprun.engine.session import Session
 from ddprun.engine.stage_run import StageRun, begin_stage, end_stage, execute_action
 from ddprun.engine.state import replay_schedule, report_checkpoints, take_checkpoint
@@ -87,6 +87,8 @@ def run_stage(session: Session, stage: StepStage) -> dict[str, Any]:
     stopped_early = run.stopped_early
     runtime.profiler.stop(state.step)  # what lies between stages belongs to no step
     if end == "complete":
+        if stage.stop is not None and stopped_early and run.steps_done != run.steps:
+            note_early_stop(run, stage.stop)
         end_stage(run)
         if stage.evaluate is not None and state.results.evaluated_step != state.step:
             with excluded_from_timing(run, b"evaluate"):
@@ -191,14 +193,15 @@ def train_turns(
     has updated the weights.
     """
     session, runtime = run.session, run.session.runtime
-    updates, results = list[Update](), list[list[MicroResult]]()
+    updates: list[Update] = []
+    results: list[list[MicroResult]] = []
     if len(turns) > 1:
         micro_batches = list(micro_batches)
     for turn in turns:
         if updates:
             runtime.recorder.lap("optimizer_us")
         runtime.turns.select(turn.params)
-        with only_groups_of(turn, runtime.optimizer):
+        with nullcontext() if turn.name is None else only_groups_of(turn, runtime.optimizer):
             of_turn, update = train_turn(run, turn, micro_batches, batches)
         results.append(of_turn)
         updates.append(update)
@@ -225,7 +228,8 @@ def train_turn(
     """Forward and backward passes, and the optimizer's step; enters DDP only if gradients are exchanged. An
     optimizer that takes a closure may call for more passes (`closure.py`).
     """
-    runtime, results = run.session.runtime, list[MicroResult]()
+    runtime = run.session.runtime
+    results: list[MicroResult] = []
     recorder, precision, watchdog = runtime.recorder, runtime.precision, runtime.ranks.watchdog
     gradients, timings = run.settings.plan.gradients, runtime.loaded.pipeline.timings
     replica = turn.replica if gradients else None
@@ -383,7 +387,7 @@ def after_update(run: StageRun, *, applied: bool) -> None:
     """What follows an update of the weights: the schedule's next step, and the weights' average (`ema`). One
     that was skipped counts where each rank has updates of its own: schedules and averages go together.
     """
-    if not applied and run.settings.plan.gradients == "all":
+    if not applied and run.settings.averages_gradients:
         return
     ema, schedule = run.session.runtime.ema, run.session.state.schedule
     run.session.state.cursor.updates += 1
@@ -405,7 +409,7 @@ def loss_weight(session: Session, micro: MicroBatch, total: float) -> float:
 
 def mean_values(session: Session, of_calls: Sequence[Mapping[str, Tensor]]) -> list[Tensor | None]:
     """The means over the calls of the model that have them, of the recorder's numbers."""
-    found = list[Tensor | None]()
+    found: list[Tensor | None] = []
     for name in session.runtime.recorder.value_names:
         known = [one[name] for one in of_calls if name in one]
         found.append(torch.stack(known).mean() if len(known) > 1 else next(iter(known), None))
@@ -422,7 +426,8 @@ def clip_gradients(run: StageRun) -> tuple[Tensor | None, Mapping[int, Tensor]]:
     """
     settings, runtime = run.settings, run.session.runtime
     model, groups = runtime.model, runtime.optimizer.param_groups
-    norm, group_norms = None, dict[int, Tensor]()
+    norm = None
+    group_norms: dict[int, Tensor] = {}
     by_norm_alone = settings.clip_norm is not None and settings.clip_value is None
     clipping_measures_all = by_norm_alone and len(groups) == 1
     every = runtime.loaded.pipeline.timings.grad_norm_every

@@ -98,12 +98,12 @@ class Precision:
         return map_tensors(content, self._to_device_dtype, change_object=lambda one: one.to(self.device))
 
     def _to_device_dtype(self, tensor: Tensor) -> Tensor:
-        tensor = tensor.to(self.device)
         if not tensor.is_floating_point():
-            return tensor
+            return tensor.to(self.device)
         images = self._channels_last and tensor.dim() == 4
         memory_format = torch.channels_last if images else torch.preserve_format
-        return tensor.to(self._half_dtype if self.pure else tensor.dtype, memory_format=memory_format)
+        dtype = self._half_dtype if self.pure else tensor.dtype
+        return tensor.to(self.device, dtype, memory_format=memory_format)
 
     def loss_scale(self) -> Tensor | None:
         """The factor on the loss of this step, shape (); None where nothing is scaled."""
@@ -376,7 +376,7 @@ class Objective:
 
 def _numbers_beside_loss(returned: Any, loss: Tensor) -> dict[str, Tensor]:
     """The numbers beside `loss` in a mapping, detached, shape () each, on the loss's device."""
-    found = dict[str, Tensor]()
+    found: dict[str, Tensor] = {}
     for name, value in returned.items() if isinstance(returned, Mapping) else ():
         if isinstance(value, float | int) and not isinstance(value, bool):
             # Filled there: a copy would make a GPU's host wait.

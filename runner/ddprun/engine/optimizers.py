@@ -221,7 +221,7 @@ def check_closure(loaded: LoadedPipeline, optimizer: Optimizer) -> None:
             path, why = f"{stage.path}.update", "the update makes the gradients"
         elif settings.has_backward and loaded.pipeline.precision.endswith("fp16"):
             path, why = "precision", "a loss scaler knows nothing of its passes; write bf16"
-        elif settings.has_backward and (settings.plan.gradients != "all" or settings.uses_noop):
+        elif settings.has_backward and not settings.averages_gradients:
             path, why = stage.key_path("sync"), "ranks that do not average all gradients decide differently"
         if path:
             raise loaded.error(path, f"it clashes with {name}: {why}")

@@ -114,12 +114,13 @@ class StageActions:
 
     def note_update(self) -> None:
         """The weights were updated, so that their average (`ema`) moves."""
+        if self.pipeline.ema is None:
+            return
         plan = self.settings.plan
-        equal = plan.gradients == "all" and self.replicas.parameters == "common"
+        equal = self.settings.averages_gradients and self.replicas.parameters == "common"
         follows = self.settings.mutate is None and not self.settings.uses_noop  # the exchange in a round
         follows = follows and not any(transfer.leaves_apart for transfer in plan.transfers)
-        equal = equal or (plan.round is not None and follows)
-        if self.pipeline.ema is not None and not equal:
+        if not (equal or (plan.round is not None and follows)):
             self.replicas.averages_differ = True
 
     def after_step(self, step: int) -> Iterator[Action]:

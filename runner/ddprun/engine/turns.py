@@ -112,9 +112,6 @@ def only_groups_of(turn: Turn, optimizer: Optimizer) -> Iterator[None]:
     """Inside, the optimizer has only the parameter groups of a turn, as the turn's own optimizer would; no
     group is of two turns of a stage (`check_groups_of_turns`).
     """
-    if turn.name is None:
-        yield
-        return
     everything = optimizer.param_groups
     optimizer.param_groups = [group for group in everything if _is_of(turn, group)]
     try:

@@ -158,7 +158,9 @@ def _backward_text(stage: StageExplanation, settings: StepStageSettings) -> str:
             part += f", in the last of its {settings.accumulate} micro-steps"
         parts.append(f"{part}, in {format_count(len(exchange.buckets), 'bucket')}")
     what = f"Gradients {what}{':' if settings.turns else ','} {'; '.join(parts)}"
-    what += ", each sent as soon as backward has filled it, while backward continues."
+    one = sum(len(exchange.buckets) for exchange in exchanges) == 1
+    what += f",{'' if one else ' each'} sent as soon as backward has filled it"
+    what += "." if one else ", while backward continues."
     if stage.takes_closure:
         what += " The optimizer may call its closure for more passes in a step. Each sends all of it again: "
         what += "neither the bytes nor the times here count that."
@@ -232,7 +234,7 @@ def _control_text(stage: StageExplanation) -> str:
 
 def _loss_text(settings: StepStageSettings) -> str:
     what = "It is not averaged: each rank has the loss of its own samples"
-    if settings.plan.gradients == "all" and not settings.uses_noop:
+    if settings.averages_gradients:
         what += "; gradients are averaged, so the step follows the mean loss"
     return f"{what}. The log's mean loss is computed separately; nothing depends on it."
 

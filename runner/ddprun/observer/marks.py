@@ -179,7 +179,9 @@ class StepMarks:
             self._stepping = None  # an optimizer that has failed
         self._begin_part(b"forward")
         self._note_micro_batches()
-        first = next((one for one in tree_leaves((inputs, options)) if isinstance(one, Tensor)), None)
+        first = inputs[0] if inputs else None
+        if not isinstance(first, Tensor):
+            first = next((one for one in tree_leaves((inputs, options)) if isinstance(one, Tensor)), None)
         self._micro_batches.append((None, len(first) if first is not None and first.dim() else 1))
 
     def _forward_ends(self, model: torch.nn.Module, inputs: Sequence[Any], output: Any) -> None:
