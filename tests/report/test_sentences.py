@@ -85,10 +85,12 @@ def test_records_of_one_of_two_hosts_are_not_taken_for_all(tmp_path: Path) -> No
     told = sentences_by_stage(found)[""]
     assert told[1].startswith("Rank 1 was 3.0 ms late in backward")
     assert told[2].startswith("To try first, since nothing is lost: a look at the layers of that bucket")
-    assert ending(found.run) == (
-        "The run is still running, or was killed; the last recorded step is 20. Records of 1 of 2 ranks are "
-        "here: those of other hosts come at checkpoints and at the ends of stages."
-    )
+    here = "The run is still running, or was killed; the last recorded step is 20. "
+    here += "Records of 1 of 2 ranks are here"
+    come = "those of other hosts come at checkpoints and at the ends of stages"
+    assert ending(found.run) == f"{here}: {come}."
+    events.write_text(events.read_text().replace('"digest": "0"', '"digest": ""'))
+    assert ending(Run(folder)) == f"{here}.", "of a script they come when it ends"
 
 
 def test_a_run_that_does_not_tell_where_its_time_went_has_a_page(
@@ -171,7 +173,7 @@ def test_episodes_of_a_late_rank_are_summed_up(tmp_path: Path) -> None:
     assert "1.weight, 1.bias 8 1 14 0 3 30% data" in page
     assert "Each of 3 episodes" in page
     assert "Each of" not in told(whole, other)[1], "there is nothing to sum up"
-    assert told({**whole, "last_step": 4})[0][2].startswith("To try next, although it changes training"), (
+    assert told({**whole, "last_step": 4})[0][2].startswith("To try, although it changes training"), (
         "one step in five"
     )
 
@@ -279,8 +281,9 @@ def test_advice_names_first_what_loses_nothing(
     else:
         gain = "saves at most 50% of a step"
         assert before == f"To try first, since nothing is lost: {lossless} ({gain})."
+    next_ = "" if lossless is None else " next"
     assert last == (
-        "To try next, although it changes training: sending less (`ddprun compare` with `--vary "
+        f"To try{next_}, although it changes training: sending less (`ddprun compare` with `--vary "
         "'hooks=[[], [fp16], [int8]]'`); "
         "synchronising less often (`accumulate: 2`, or `sync: {local_sgd: {every: 8}}`)."
     )

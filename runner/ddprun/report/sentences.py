@@ -74,7 +74,7 @@ def ending(run: Run) -> str | None:
     found = _ending(run)
     if 0 < len(run.ranks) < run.most_ranks:
         here = f"Records of {len(run.ranks):,} of {run.most_ranks:,} ranks are here"
-        if not _is_on_one_host(run):
+        if run.summary is None and not (run.is_observed or _is_on_one_host(run)):
             here += ": those of other hosts come at checkpoints and at the ends of stages"
         return f"{found} {here}." if found else f"{here}."
     return found
@@ -287,7 +287,8 @@ def _advice(digest: RunDigest, stage: StageDigest, late_ranks: Sequence[Straggle
         )
         yield f"To try first, since nothing is lost: {listed}."
     if changing:
-        yield f"To try next, although it changes training: {'; '.join(dict.fromkeys(changing))}."
+        listed = "; ".join(dict.fromkeys(changing))
+        yield f"To try{' next' if exact else ''}, although it changes training: {listed}."
     if not exact and not changing:
         yield (
             f"Communication is hidden or small. {levers['less_computation']}"
