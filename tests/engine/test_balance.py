@@ -531,6 +531,6 @@ def test_iterable_data_is_shared_unequally_without_loading_processes_alone(tmp_p
         if workers:
             assert "unequal shares clash with loading processes for iterable data" in told
             continue
-        assert "rank 0 4, rank 1 12 of 16 samples (rank 0 is 0.33 as fast)" in told
+        assert "rank 0 4, rank 1 12 of 16 samples (rank 0 is 0.33 times as fast)" in told
         assert "BatchNorm normalises over each rank's own" in told
         assert [line["samples"] for line in lines(folder / "run", "steps")] == [4] * 8 + [12] * 8

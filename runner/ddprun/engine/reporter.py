@@ -169,7 +169,7 @@ class Reporter:
         if len(shares) > _MOST_RANKS_SHOWN:
             text = f"{min(shares)} to {max(shares)} a rank,"
         slowest = min(speeds, default=1.0)
-        slow = f" (rank {speeds.index(slowest)} is {slowest:.2f} as fast)" if slowest < 1 else ""
+        slow = f" (rank {speeds.index(slowest)} is {slowest:.2f} times as fast)" if slowest < 1 else ""
         self.note(f"shares from step {step} on: {text} of {sum(shares)} samples{slow}")
 
     def _report_straggler(self, step: int, now: Straggler | None) -> None:

@@ -160,7 +160,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         *_best_and_early_stop_rows(summary),
         ("sent by all ranks", format_bytes(summary.wire_bytes or 0)),
         ("communication", f"{summary.communication_s:.2f} s on the wire or in hooks"),
-        ("  of it exposed", f"{exposed_s:.2f} s ({exposed_s / step_s:.0%} of step time)"),
+        ("  of which exposed", f"{exposed_s:.2f} s ({exposed_s / step_s:.0%} of step time)"),
         ("  waiting for the last rank", ", ".join(waits[:8] + ["…"] * (len(waits) > 8))),
         ("stragglers", _stragglers(summary.stragglers or ())),
         *_audit_rows(summary.audit),
