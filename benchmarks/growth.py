@@ -29,7 +29,7 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
-from benchmarks.loops import LR, Times, mlp
+from benchmarks.loops import LR, Times, build, mlp
 from benchmarks.overhead import AGAIN, BY_HAND, OURS, Loop
 from benchmarks.page import ROOT, Pieces, faster, print_head, print_row, shown
 from torch import nn
@@ -134,7 +134,7 @@ def by_hand(hidden: Sequence[int], bucket_cap_mb: float, times: Times) -> None:
     """A plain loop around DDP, which never ends by itself."""
     dist.init_process_group("gloo")
     model = DistributedDataParallel(
-        mlp(list(hidden)), bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True
+        build(mlp(*hidden)), bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True
     )
     optimizer = torch.optim.SGD(model.parameters(), LR)
     data = torch.utils.data.TensorDataset(torch.randn(4096, 64), torch.randint(10, (4096,)))
@@ -155,7 +155,7 @@ def measure(row: Row, seconds: float) -> dict[str, Any]:
         try:
             for name in (BY_HAND, AGAIN, OURS):
                 folder = Path(scratch) / name.replace(" ", "-")
-                loop = Grown(name, folder, row.hidden, checkout=ROOT if name == OURS else None)
+                loop = Grown(name, folder, mlp(*row.hidden), checkout=ROOT if name == OURS else None)
                 loop.row = row
                 running.append(loop)
                 loop.start()

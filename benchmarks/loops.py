@@ -1,10 +1,10 @@
 """DDP training loops as their users write them; `overhead.py` runs them in turns with ddprun.
 
-    torchrun --nproc-per-node 2 -m benchmarks.loops hand own '[64]' TIMES
+    torchrun --nproc-per-node 2 -m benchmarks.loops hand own MODEL TIMES
 
-The model is an MLP with these hidden layers. The data are the digits of `ddprun.zoo`, in a `Dataset` class as
-users write one (`own`) or in a `TensorDataset` (`tensors`). Rank 0 writes when each step ended into TIMES,
-seconds of the monotonic clock; the loop never ends by itself.
+MODEL is a built-in model, as JSON of what a pipeline has below `model`. The data are the digits of
+`ddprun.zoo`, in a `Dataset` class as users write one (`own`) or in a `TensorDataset` (`tensors`). Rank 0
+writes when each step ended into TIMES, seconds of the monotonic clock; the loop never ends by itself.
 """
 
 import json
@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import count, pairwise
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import ddprun
+from ddprun.zoo import models
 from ddprun.zoo.data import digits
 
 MOST = 2_000_000  # steps
@@ -63,16 +64,20 @@ def data_set(kind: str) -> Any:
     return Digits() if kind == "own" else digits(held_out=0.2, split_seed=0, folder=Path()).train
 
 
-def mlp(hidden: list[int]) -> nn.Sequential:
-    """The layers that the built-in `mlp` makes."""
-    layers: list[nn.Module] = [nn.Flatten()]
-    for index, (fan_in, fan_out) in enumerate(pairwise((64, *hidden, 10))):
-        layers += [nn.ReLU()] * (index > 0) + [nn.Linear(fan_in, fan_out)]
-    return nn.Sequential(*layers)
+def mlp(*hidden: int) -> dict[str, Any]:
+    """An MLP for the digits, as a pipeline has it."""
+    return {"mlp": {"inputs": 64, "hidden": list(hidden), "outputs": 10, "activation": "relu"}}
+
+
+def build(model: dict[str, Any]) -> nn.Module:
+    """The model of a pipeline."""
+    ((name, options),) = model.items()
+    module: nn.Module = getattr(models, name)(**options)
+    return module
 
 
 def hand(
-    hidden: list[int],
+    model: dict[str, Any],
     data: Any,
     times: Times,
     *,
@@ -84,10 +89,10 @@ def hand(
     torch's own, it calls Python for each bucket. With `observed`, `ddprun.observe` records every step.
     """
     dist.init_process_group("gloo")
-    model = DistributedDataParallel(mlp(hidden), gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb)
+    net = DistributedDataParallel(build(model), gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb)
     if has_hook:
-        model.register_comm_hook(None, allreduce_hook)
-    optimizer = torch.optim.SGD(model.parameters(), LR)
+        net.register_comm_hook(None, allreduce_hook)
+    optimizer = torch.optim.SGD(net.parameters(), LR)
     sampler: DistributedSampler[Any] = DistributedSampler(data, drop_last=True)
     loader = DataLoader(data, BATCH, sampler=sampler, drop_last=True)
 
@@ -97,9 +102,9 @@ def hand(
             yield from loader
 
     if observed:
-        run = ddprun.observe(model, optimizer, run_dir="run")
+        run = ddprun.observe(net, optimizer, run_dir="run")
     for inputs, labels in run.steps(batches()) if observed else batches():
-        loss = nn.functional.cross_entropy(model(inputs), labels)
+        loss = nn.functional.cross_entropy(net(inputs), labels)
         if observed:
             run.note_loss(loss)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -108,33 +113,33 @@ def hand(
         times.note()
 
 
-def accelerate(hidden: list[int], data: Any, times: Times) -> None:
+def accelerate(model: dict[str, Any], data: Any, times: Times) -> None:
     """Hugging Face Accelerate."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
-    net = mlp(hidden)
-    model, optimizer, loader = accelerator.prepare(
+    net = build(model)
+    wrapped, optimizer, loader = accelerator.prepare(
         net,
         torch.optim.SGD(net.parameters(), LR),
         DataLoader(data, BATCH, shuffle=True, drop_last=True),
     )
     while True:
         for inputs, labels in loader:
-            accelerator.backward(nn.functional.cross_entropy(model(inputs), labels))
+            accelerator.backward(nn.functional.cross_entropy(wrapped(inputs), labels))
             optimizer.step()
             optimizer.zero_grad()
             times.note()
 
 
-def lightning(hidden: list[int], data: Any, times: Times) -> None:
+def lightning(model: dict[str, Any], data: Any, times: Times) -> None:
     """Lightning's Trainer, without logger, progress bar and checkpoints."""
     import lightning as pl
 
     class Module(pl.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
-            self.net = mlp(hidden)
+            self.net = build(model)
 
         def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
             return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
@@ -161,8 +166,8 @@ def lightning(hidden: list[int], data: Any, times: Times) -> None:
 
 
 if __name__ == "__main__":
-    loop, kind, layers, file = sys.argv[1:]
-    loops: dict[str, Callable[[list[int], Any, Times], None]] = {
+    loop, kind, model, file = sys.argv[1:]
+    loops: dict[str, Callable[[dict[str, Any], Any, Times], None]] = {
         "hand": hand,
         "hand_with_our_buckets": partial(hand, bucket_cap_mb=25),
         "hand_with_hook": partial(hand, bucket_cap_mb=25, has_hook=True),
@@ -170,4 +175,4 @@ if __name__ == "__main__":
         "accelerate": accelerate,
         "lightning": lightning,
     }
-    loops[loop](json.loads(layers), data_set(kind), Times(file))
+    loops[loop](json.loads(model), data_set(kind), Times(file))

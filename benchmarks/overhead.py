@@ -24,24 +24,26 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
-from benchmarks.loops import BATCH, LR, MOST
+from benchmarks.loops import BATCH, LR, MOST, mlp
 
 from ddprun.compare.runs import bootstrap_ratio
 
 MODELS = {
-    "small": [64],
-    "narrow": [256, 256],
-    "medium": [512, 512],
-    "middle": [800, 800],
-    "wide": [1280, 1280],
-    "large": [2048, 2048],
+    "small": mlp(64),
+    "narrow": mlp(256, 256),
+    "medium": mlp(512, 512),
+    "middle": mlp(800, 800),
+    "wide": mlp(1280, 1280),
+    "large": mlp(2048, 2048),
+    "convolutional": {"cnn": {"channels": [32, 64, 64, 64], "inputs": [1, 8, 8], "outputs": 10}},
 }
 BY_HAND = "hand-written loop"
 AGAIN, SAME_BUCKETS = f"{BY_HAND}, repeated", "with ddprun's bucket size"
@@ -62,8 +64,7 @@ _LOOPS = {
 }
 
 PIPELINE = """
-model:
-  mlp: {{inputs: 64, hidden: {hidden}, outputs: 10}}
+model: {model}
 data: {data}
 loader: {{batch_size: {batch}, drop_last: true}}
 optimizer: {{sgd: {{lr: {lr}}}}}
@@ -83,7 +84,7 @@ class Loop:
 
     name: str
     folder: Path
-    hidden: Sequence[int]
+    model: Mapping[str, Any]
     data: str = "own"
     checkout: Path | None = None  # whose ddprun it is; None: it is none
     slices: list[tuple[float, float]] = field(default_factory=list)  # when it worked, monotonic seconds
@@ -93,13 +94,12 @@ class Loop:
         self.folder.mkdir()
         ranks = ["--nproc-per-node", "2"]
         if self.checkout is not None:
-            text = PIPELINE.format(
-                hidden=list(self.hidden), data=DATA[self.data], batch=BATCH, lr=LR, steps=MOST
-            )
+            model = json.dumps(self.model)
+            text = PIPELINE.format(model=model, data=DATA[self.data], batch=BATCH, lr=LR, steps=MOST)
             (self.folder / "p.yaml").write_text(text)
             command = [sys.executable, "-m", "ddprun", "p.yaml", *ranks, "--run-dir", "run"]
         else:
-            arguments = [_LOOPS[self.name], self.data, json.dumps(self.hidden), str(self.folder / "times")]
+            arguments = [_LOOPS[self.name], self.data, json.dumps(self.model), str(self.folder / "times")]
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", *ranks]
             command = [*torchrun, "-m", "benchmarks.loops", *arguments]
         root = self.checkout or HERE
@@ -165,7 +165,7 @@ class Loop:
 
 
 @contextmanager
-def started(hidden: Sequence[int], data: str, against: Path | None) -> Iterator[list[Loop]]:
+def started(model: Mapping[str, Any], data: str, against: Path | None) -> Iterator[list[Loop]]:
     """All that take part, stopped."""
     by_hand = [BY_HAND, AGAIN, SAME_BUCKETS, WITH_HOOK, OBSERVED]
     who: dict[str, Path | None] = dict.fromkeys(by_hand) | {OURS: HERE}
@@ -175,7 +175,7 @@ def started(hidden: Sequence[int], data: str, against: Path | None) -> Iterator[
         who |= {name: None for name, module in OTHERS.items() if importlib.util.find_spec(module)}
     with tempfile.TemporaryDirectory() as scratch:
         loops = [
-            Loop(name, Path(scratch) / re.sub(r"\W+", "-", name), hidden, data, checkout)
+            Loop(name, Path(scratch) / re.sub(r"\W+", "-", name), model, data, checkout)
             for name, checkout in who.items()
         ]
         running: list[Loop] = []

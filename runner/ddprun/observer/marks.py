@@ -47,8 +47,14 @@ class EagerHook:
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *arguments: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():  # only then: `disable` takes time in each call
+            self._call_eagerly(*arguments)
+        else:
+            self._call(*arguments)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _call_eagerly(self, *arguments: Any) -> None:
         self._call(*arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
