@@ -8,13 +8,12 @@ import click
 
 from ddprun import EXIT_BAD_INPUT, EXIT_SUCCESS
 from ddprun.cli import printing
-from ddprun.cli.completion import PipelineFile
 from ddprun.cli.run import format_option, override_option
 from ddprun.config import PipelineError, PipelineFault, load
 
 
 @click.command()
-@click.argument("pipelines", metavar="PIPELINE…", nargs=-1, required=True, type=PipelineFile())
+@click.argument("pipelines", metavar="PIPELINE…", nargs=-1, required=True, type=click.Path(path_type=Path))
 @override_option("Override a value, as in `ddprun run`.")
 @format_option(
     *("text", "json", "github"),

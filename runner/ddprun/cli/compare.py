@@ -10,7 +10,6 @@ import click
 
 from ddprun import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_SUCCESS
 from ddprun.cli import printing
-from ddprun.cli.completion import PipelineFile
 from ddprun.cli.run import FlagValue, add_rendezvous_flags, format_option, override_option, rendezvous_flags
 from ddprun.config.overrides import parse_alternatives
 from ddprun.config.resolved import flow_yaml
@@ -27,7 +26,7 @@ _SEEDS_NOTE = "The comparison is of all seeds, and everything else on this page 
 
 @add_rendezvous_flags
 @click.command()
-@click.argument("pipelines", metavar="PIPELINE...", nargs=-1, required=True, type=PipelineFile())
+@click.argument("pipelines", metavar="PIPELINE...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
     "--vary",
     metavar="KEY=[A, B]",

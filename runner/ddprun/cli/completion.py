@@ -4,17 +4,12 @@ Click makes the script that a shell reads (`_DDPRUN_COMPLETE=bash_source ddprun`
 https://click.palletsprojects.com/en/stable/shell-completion/
 """
 
-from functools import partial
-from pathlib import Path
-
 import click
 from click.shell_completion import CompletionItem
 
 from ddprun.config.errors import section_model_of
 from ddprun.config.schema import pipeline_with_cluster_keys
 from ddprun.plugins import CLUSTERS
-
-PipelineFile = partial(click.Path, path_type=Path)  # an argument that click completes to files
 
 
 def complete_setting(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:

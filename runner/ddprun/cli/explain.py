@@ -12,7 +12,6 @@ import click
 
 from ddprun import EXIT_SUCCESS, InputError
 from ddprun.cli import printing
-from ddprun.cli.completion import PipelineFile
 from ddprun.cli.run import FiniteRange, as_bad_parameter, forecast_options, format_option, override_option
 from ddprun.config import PipelineError, load
 from ddprun.config.secrets import Secrets
@@ -44,7 +43,7 @@ def _parse_sweep(ctx: click.Context, param: click.Parameter, value: str | None) 
 
 
 @click.command()
-@click.argument("pipeline", metavar="PIPELINE", type=PipelineFile())
+@click.argument("pipeline", metavar="PIPELINE", type=click.Path(path_type=Path))
 @override_option("Override a value, as in `ddprun run`.")
 @forecast_options
 @click.option(

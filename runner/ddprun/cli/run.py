@@ -11,7 +11,7 @@ import click
 
 from ddprun import LAUNCHED_VARIABLE, TURNS_VARIABLE, InputError
 from ddprun.cli import printing
-from ddprun.cli.completion import PipelineFile, complete_setting
+from ddprun.cli.completion import complete_setting
 from ddprun.config import load
 from ddprun.run_files import ResumeMode, open_file, pipeline_folder
 
@@ -136,7 +136,7 @@ def forecast_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @add_torchrun_flags
 @click.command(options_metavar="[OPTIONS]")
-@click.argument("pipeline", metavar="PIPELINE", type=PipelineFile())
+@click.argument("pipeline", metavar="PIPELINE", type=click.Path(path_type=Path))
 @override_option(
     "Override a value, as in --set optimizer.sgd.lr=0.2; the value is YAML. May be given several times."
 )

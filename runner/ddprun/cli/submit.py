@@ -8,7 +8,6 @@ from pydantic import ValidationError
 
 from ddprun import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_SUCCESS
 from ddprun.cli import printing
-from ddprun.cli.completion import PipelineFile
 from ddprun.cli.run import override_option
 from ddprun.cluster import Cluster, ClusterError, Submission
 from ddprun.cluster.modules import used_local_modules
@@ -37,7 +36,7 @@ class _Submit(click.Command):
 
 
 @click.command(cls=_Submit)
-@click.argument("pipeline", metavar="PIPELINE", type=PipelineFile())
+@click.argument("pipeline", metavar="PIPELINE", type=click.Path(path_type=Path))
 @override_option(
     "Override a value, as in --set slurm.nodes=4; the value is YAML. May be given several times."
 )

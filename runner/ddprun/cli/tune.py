@@ -12,7 +12,6 @@ import click
 
 from ddprun import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_SUCCESS, InputError
 from ddprun.cli import printing
-from ddprun.cli.completion import PipelineFile
 from ddprun.cli.run import (
     FiniteRange,
     FlagValue,
@@ -41,7 +40,7 @@ _MAX_MINUTES = 7 * 24 * 60  # a week
 
 @add_rendezvous_flags
 @click.command()
-@click.argument("pipeline", metavar="PIPELINE", type=PipelineFile())
+@click.argument("pipeline", metavar="PIPELINE", type=click.Path(path_type=Path))
 @override_option("Override a value, as in `ddprun run`; it is written to the winner's file, too.")
 @click.option(
     "--vary",
