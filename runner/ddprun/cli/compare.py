@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ddprun import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_SUCCESS
+from ddprun import EXIT_FAILURE, EXIT_SUCCESS
 from ddprun.cli import printing
 from ddprun.cli.run import FlagValue, add_rendezvous_flags, format_option, override_option, rendezvous_flags
 from ddprun.config.overrides import parse_alternatives
@@ -80,6 +80,7 @@ def compare(
     on each with --nnodes and --rdzv-endpoint. Exit code 0; 1 if a run failed; 2 if the input is wrong.
     """
     from ddprun.compare import runs as comparing
+    from ddprun.compare.hosts import join_hosts_and_run
 
     keys = [(key, list(map(flow_yaml, values))) for key, values in parse_alternatives(vary, "--vary")]
     shared_overrides = [*overrides, *([f"timings.fidelity_every={turn}"] if fidelity else [])]
@@ -103,20 +104,9 @@ def compare(
         text = f"{hosts} hosts need --rdzv-endpoint, and the same command on each; for this one, --nnodes 1"
         raise click.BadParameter(text, param_hint="--nnodes")
     ranks = [] if nproc_per_node is None else ["--nproc-per-node", nproc_per_node]
-    arguments = ["--nnodes", "1", *ranks] if rendezvous is None else []
-    work = partial(_compare, variants, run_seeds, output, turn, arguments, form)
-    try:
-        if rendezvous is None:
-            return work(None)
-        from ddprun.compare.hosts import join_hosts_and_run
-
-        inputs = [[one.digest() for one in loaded], run_seeds, turn]
-        return join_hosts_and_run("compare", rendezvous, inputs, work)
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    except OSError as error:
-        say(error)
-        return EXIT_FAILURE
+    work = partial(_compare, variants, run_seeds, output, turn, ranks, form)
+    inputs = [[one.digest() for one in loaded], run_seeds, turn]
+    return join_hosts_and_run("compare", rendezvous, inputs, work)
 
 
 def _compare(
@@ -132,12 +122,11 @@ def _compare(
     from ddprun.compare import runs as comparing
     from ddprun.compare.hosts import HostMessage
 
-    def run_all(name: str) -> Sequence["VariantRuns"]:
-        folder = output or _RUNS / name
+    def run_all(folder: Path) -> Sequence["VariantRuns"]:
         return comparing.run_all(variants, seeds, folder, turn, arguments, printing.progress(), hosts)
 
     if hosts is not None and not hosts.is_first:
-        return hosts.follow_first_host(lambda message: run_all(message.folder))
+        return hosts.follow_first_host(lambda message: run_all(output or _RUNS / message.folder))
     name = time.strftime("%Y%m%d-%H%M%S")
     folder = output or _RUNS / name
     try:
@@ -148,7 +137,7 @@ def _compare(
         raise click.ClickException(f"the folder {folder} is not empty: name another with --output")
     if hosts is not None:
         hosts.send_to_others(HostMessage(folder=name))
-    return _print_and_write_report(run_all(name), folder, len(seeds), form)
+    return _print_and_write_report(run_all(folder), folder, len(seeds), form)
 
 
 def _print_and_write_report(sides: Sequence["VariantRuns"], folder: Path, seeds: int, form: str) -> int:

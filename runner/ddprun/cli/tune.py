@@ -109,6 +109,8 @@ def tune(
     output = output if output is not None else pipeline.with_name(f"{pipeline.stem}.tuned.yaml")
     _check_output(output, loaded)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what matters comes as an error
+    from ddprun.compare.hosts import join_hosts_and_run
+    from ddprun.host.device import default_rank_count
     from ddprun.tune.choose import parse_quality_floors
     from ddprun.tune.search import SearchRequest
 
@@ -121,13 +123,9 @@ def tune(
     request = SearchRequest(
         loaded, nnodes, nproc_per_node, links, measured, tried, parsed_floors, minutes, runs
     )
-    if rendezvous is None:
-        return _search(request, output, form, None)
-    from ddprun.compare.hosts import join_hosts_and_run
-    from ddprun.host.device import default_rank_count
-
-    ranks = nproc_per_node or loaded.pipeline.launch.nproc_per_node or default_rank_count(loaded)
-    rendezvous["nproc_per_node"] = str(ranks)
+    if rendezvous is not None:
+        ranks = nproc_per_node or loaded.pipeline.launch.nproc_per_node or default_rank_count(loaded)
+        rendezvous["nproc_per_node"] = str(ranks)
     return join_hosts_and_run("tune", rendezvous, [loaded.digest()], partial(_search, request, output, form))
 
 

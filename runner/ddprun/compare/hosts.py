@@ -129,21 +129,28 @@ class HostCoordinator:
 
 
 def join_hosts_and_run(
-    command: str, flags: Mapping[str, str], inputs: Sequence[Any], work: Callable[[HostCoordinator], int]
+    command: str,
+    flags: Mapping[str, str] | None,
+    inputs: Sequence[Any],
+    work: Callable[[HostCoordinator | None], int],
 ) -> int:
-    """Meet the other hosts, which run the same command, and do this host's part; gives the exit code.
+    """Meet the other hosts, which run the same command, and do this host's part; gives the exit code. `flags`
+    are torchrun's; None: there is this host alone.
 
     `inputs` must be the same on all, and go into JSON. `work` gives the exit code; that of the first host is
     told to the others at the end.
     """
     hosts, code = None, EXIT_FAILURE
     try:
-        hosts = HostCoordinator(command, flags)
-        hosts.check_same_inputs(inputs)
+        if flags is not None:
+            hosts = HostCoordinator(command, flags)
+            hosts.check_same_inputs(inputs)
         code = work(hosts)
     except meeting.HostsError as error:
         advice = f"\n  -> {error.advice}" if error.advice else ""
         say(f"{error}{advice}")
+    except OSError as error:
+        say(error)
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     finally:

@@ -185,8 +185,8 @@ def run_all(
 ) -> list[VariantRuns]:
     """Run the variants in turns of `turn_steps`, under one seed after the other, and read what they left.
 
-    `arguments` of `ddprun run` are the same for all; `progress` takes what is going on now. On several
-    `hosts` the turns come in one order on all, and no host is a turn ahead, for ranks wait for each other.
+    `progress` takes what is going on now. `arguments` of `ddprun run` are for all runs of this host alone. On
+    several `hosts` the turns come in one order, and no host is a turn ahead, for ranks wait for each other.
     """
     sides = [VariantRuns(variant, []) for variant in chosen]
     for seed in seeds:
@@ -243,9 +243,8 @@ def _start(
     if run.seed is not None:
         overrides.append(f"seed={run.seed}")
     command = [sys.executable, "-P", "-m", "ddprun", "run", str(side.variant.pipeline)]
-    command += ["--run-dir", str(run.folder), *arguments]
-    if hosts is not None:
-        command += hosts.run_arguments(run.folder)
+    command += ["--run-dir", str(run.folder)]
+    command += ["--nnodes", "1", *arguments] if hosts is None else hosts.run_arguments(run.folder)
     run.folder.parent.mkdir(parents=True, exist_ok=True)
     log_file = log_path(run, 0 if hosts is None else hosts.index)
     environment = {**os.environ, TURNS_VARIABLE: turns, **overrides_variable(overrides)}

@@ -293,8 +293,7 @@ class Search:
     def _run_all(self, chosen: Sequence[Candidate], folder: Path, turn: int, steps: int) -> list[VariantRuns]:
         """Run the file as it is, its twin and candidates in turns, on this host or on its part of several."""
         variants = _make_round_variants(self._tuned, chosen, turn, steps, self._local_overrides)
-        arguments = ["--nnodes", "1"] if self._hosts is None else []
-        return compare.run_all(variants, [None], folder, turn, arguments, self._progress, self._hosts)
+        return compare.run_all(variants, [None], folder, turn, (), self._progress, self._hosts)
 
     def _budget_s(self, runs: int) -> float:
         """How long steps of a round may take, without the start of so many runs."""
