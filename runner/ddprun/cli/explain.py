@@ -14,7 +14,6 @@ from ddprun import EXIT_SUCCESS, InputError
 from ddprun.cli import printing
 from ddprun.cli.run import FiniteRange, as_bad_parameter, forecast_options, format_option, override_option
 from ddprun.config import PipelineError, load
-from ddprun.config.secrets import Secrets
 from ddprun.predict import MeasurementRunError
 from ddprun.predict.links import Links, parse_links
 from ddprun.standard_streams import say
@@ -85,45 +84,43 @@ def explain(
         links = parse_links(link, latency)
     with as_bad_parameter("--from-link or --from-latency"):
         measured_links = parse_links(from_link, from_latency)
-    secrets = Secrets()
+    loaded = load(pipeline, overrides)
+    if predicts:
+        from ddprun.predict.costs import check_predictable
+
+        check_predictable(loaded.pipeline)
+    loaded.check_environment()
+    printing.print_faults(loaded.warnings)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what matters comes as an error
+    from ddprun.explain import explain as explaining
+
+    predicted: dict[int, StageForecast] = {}
     try:
-        loaded = load(pipeline, overrides)
-        secrets = loaded.secrets
-        if predicts:
-            from ddprun.predict.costs import check_predictable
-
-            check_predictable(loaded.pipeline)
-        loaded.check_environment()
-        printing.print_faults(loaded.warnings)
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what matters comes as an error
-        from ddprun.explain import explain as explaining
-
         explained = explaining.explain(loaded, hosts=nnodes, ranks_per_host=nproc_per_node)
-        predicted: dict[int, StageForecast] = {}
-        measured_run = measured
         if predicts:
-            predicted, measured_run = _measure_and_forecast(
+            predicted, measured = _measure_and_forecast(
                 explained, links, measured_links, measured, cores, sweep or ()
             )
     except (PipelineError, InputError, click.ClickException):
         raise
     except Exception as error:
-        return printing.say_failure(error, (MeasurementRunError,), secrets)
+        return printing.say_failure(error, (MeasurementRunError,), loaded.secrets)
     if form == "json":
-        from ddprun.predict.measure import identify_run
+        from ddprun.telemetry.reader import Run
 
         found = explained.to_json_data()
-        if measured_run is not None:
-            found["measured_run"] = identify_run(measured_run)
+        if measured is not None:
+            # What tells whether a run is the one that the prediction was fitted to.
+            found["measured_run"] = {"run_dir": str(measured), "started": Run(measured).started.time}
             for stage in found["stages"]:
                 of_stage = predicted.get(stage["stage"])
                 stage["predicted"] = None if of_stage is None else of_stage.to_json_data()
-        click.echo(json.dumps(secrets.redact_all(found), indent=2, ensure_ascii=False))
+        click.echo(json.dumps(loaded.secrets.redact_all(found), indent=2, ensure_ascii=False))
     else:
         from ddprun.explain.text import render_text
 
         lines = {index: one.lines() for index, one in predicted.items()}
-        click.echo(secrets.redact(render_text(explained, lines)))
+        click.echo(loaded.secrets.redact(render_text(explained, lines)))
     return EXIT_SUCCESS
 
 
@@ -131,15 +128,14 @@ def _measure_and_forecast(
     explained: "Explanation",
     links: Links,
     measured_links: Links,
-    measured: Path | None,
+    run_dir: Path | None,
     cores: float | None,
     sweep: Sequence[int],
 ) -> "tuple[dict[int, StageForecast], Path]":
-    """Measure, or read what was measured, and predict; gives the folder of the measured run, too."""
+    """Measure, or read the run in `run_dir`, and predict; gives the folder of the measured run, too."""
     from ddprun.predict import forecast as forecasting
     from ddprun.predict.measure import cost_models_of_run, run_measurement
 
-    run_dir = measured
     if run_dir is None:
         stacks = forecasting.stacks_to_measure(explained)
         run_dir = Path("runs") / "explain" / time.strftime("%Y%m%d-%H%M%S")

@@ -133,11 +133,6 @@ def contention_warning(busy: float, own: float) -> str:
     return f"{text}{foreign:.0%} of its cores' time, so the predicted step times are too long"
 
 
-def identify_run(run_dir: Path) -> dict[str, str]:
-    """What tells whether a run is the one that a prediction was fitted to."""
-    return {"run_dir": str(run_dir), "started": Run(run_dir).started.time}
-
-
 def cost_models_of_run(
     run_dir: Path,
     links: Links,
