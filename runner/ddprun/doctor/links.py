@@ -263,15 +263,11 @@ class _LinkBenchmark:
 
     def repeat(self, collective: Callable[[torch.Tensor], object], nbytes: int) -> list[_CallTiming]:
         """Some calls of a collective, each followed by a small all-reduce."""
+        message = self._memory[: -(-nbytes // self._memory.element_size())]
         calls = list[_CallTiming]()
         while len(calls) < _REPEATS and sum(call.wall_s for call in calls) < _REPEATS_S:
-            calls.append(self._time(collective, nbytes))
+            calls += self.time_calls(1, lambda: collective(message))
         return calls
-
-    def _time(self, collective: Callable[[torch.Tensor], object], nbytes: int) -> _CallTiming:
-        message = self._memory[: -(-nbytes // self._memory.element_size())]
-        (call,) = self.time_calls(1, lambda: collective(message))
-        return call
 
     def _barrier(self) -> None:
         dist.all_reduce(self._small)

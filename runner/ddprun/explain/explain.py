@@ -31,11 +31,7 @@ from ddprun.explain.traffic import Bucket, Route, SentBytes, TrafficSimulator, t
 from ddprun.host.code_folders import private_code_caches
 from ddprun.host.device import default_rank_count
 from ddprun.sync.buffers import split_averaged_and_broadcast
-from ddprun.sync.exchanger import (
-    averageable_state,
-    can_be_averaged,
-    initialize_optimizer_state,
-)
+from ddprun.sync.exchanger import averageable_state, can_be_averaged, initialize_optimizer_state
 from ddprun.sync.plan import DueTransfers, ReplicaConsistency, SyncPlan, Transfer
 from ddprun.sync.synchronizer import buckets_by_fragment
 from ddprun_hooks.buckets import BucketLayout, TensorBuckets

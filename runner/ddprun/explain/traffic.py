@@ -63,11 +63,7 @@ class SentBytes:
     def sizes(self, steps: int = 1) -> dict[str, float]:
         """What an average step sends, in bytes, if `steps` of them send this amount."""
         all_ranks, between_hosts = self.all_ranks / steps, self.between_hosts / steps
-        sizes = {
-            "per_rank": all_ranks / self.ranks,
-            "all_ranks": all_ranks,
-            "between_hosts": between_hosts,
-        }
+        sizes = {"per_rank": all_ranks / self.ranks, "all_ranks": all_ranks, "between_hosts": between_hosts}
         return {name: int(sent) if sent.is_integer() else sent for name, sent in sizes.items()}
 
 

@@ -62,6 +62,5 @@ def collective_of(
 
 def host_bytes_by_level(leg: Leg, hosts: int) -> dict[LinkLevel, float]:
     """What each host sends to others, and what its ranks send to each other, in bytes."""
-    sizes = leg.sent.sizes()
-    across = sizes["between_hosts"]
-    return {"within": (sizes["all_ranks"] - across) / hosts, "across": across / hosts}
+    across = leg.sent.between_hosts
+    return {"within": (leg.sent.all_ranks - across) / hosts, "across": across / hosts}

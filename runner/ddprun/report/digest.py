@@ -19,14 +19,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from ddprun.telemetry.reader import Run, steps_between
-from ddprun.telemetry.records import (
-    PARTS,
-    BucketRecord,
-    MachineRecord,
-    SharesSet,
-    StageStarted,
-    StepRecord,
-)
+from ddprun.telemetry.records import PARTS, BucketRecord, MachineRecord, SharesSet, StageStarted, StepRecord
 
 _MAX_CURVE_POINTS = 200
 _MAX_BUCKET_RECORDS = 200_000  # that are read, about
@@ -325,10 +318,10 @@ class _StepMeans:
             self.sums[index] += value
             self.counts[index] += 1
 
-    def at_step(self, step: int) -> float | None:
-        """The mean of a step; None: no rank has a number."""
+    def at_step(self, step: int) -> float:
+        """The mean of a step; 0 if no rank has a number."""
         at = _step_index(self._steps, step)
-        return self.sums[at] / self.counts[at] if at is not None and self.counts[at] else None
+        return self.sums[at] / self.counts[at] if at is not None and self.counts[at] else 0.0
 
     def curve(self, stages: Sequence[StageDigest], scale: float = 1.0) -> Curve:
         length = max(1, math.ceil((self._steps[-1] if self._steps else 0) / _MAX_CURVE_POINTS))
@@ -463,14 +456,12 @@ def _add_step_times(
     for stage in digest.stages:
         of_stage = steps_between(digest.recorded_steps, stage.first_step, stage.last_step + 1)
         timed = list(filter(is_timed, of_stage))
-        totals = {
-            part: round(sum(columns[part].at_step(step) or 0.0 for step in timed)) for part in _STEP_AND_PARTS
-        }
+        totals = {part: round(sum(map(columns[part].at_step, timed))) for part in _STEP_AND_PARTS}
         samples = sum(us["samples"] for us in stage.times.total_us_by_rank)
         stage.times.total_us.update({"steps": len(timed), "samples": samples, **totals})
         ms_by_kind: dict[_StepKind, dict[int, float]] = defaultdict(dict)
         for step in timed:
-            ms_by_kind[kind_of(step)][step] = (columns["step_us"].at_step(step) or 0.0) / 1000
+            ms_by_kind[kind_of(step)][step] = columns["step_us"].at_step(step) / 1000
         lengths = sorted(ms for by_step in ms_by_kind.values() for ms in by_step.values())
         if lengths:
             places = {name: math.ceil(share * len(lengths)) - 1 for name, share in PERCENTILES.items()}
@@ -480,7 +471,7 @@ def _add_step_times(
             for step, ms in by_step.items():
                 if ms > _SLOW_STEP * median_ms:
                     means = stage.times.mean_parts_us
-                    more = {part: (columns[part].at_step(step) or 0.0) - means[part] for part in PARTS}
+                    more = {part: columns[part].at_step(step) - means[part] for part in PARTS}
                     slow.append(SlowStep(step, ms, median_ms, max(more, key=more.__getitem__)))
     digest.slow_step_count = len(slow)
     digest.slow_steps = sorted(sorted(slow, key=lambda one: one.ms)[-_MAX_SLOW_STEPS:])
@@ -538,8 +529,8 @@ def _read_fidelity(digest: RunDigest) -> None:
 def _steps_to_show(recorded: Sequence[int], step_us: _StepMeans, wait_us: _StepMeans) -> dict[int, str]:
     """The steps whose timeline is shown, and why each: for the last reason, if there are several."""
     later = recorded[len(recorded) // 10 :]  # the first steps are slower than all others
-    by_length = sorted(later, key=lambda step: step_us.at_step(step) or 0.0)
-    longest_wait = max(later, key=lambda step: wait_us.at_step(step) or 0.0)
+    by_length = sorted(later, key=step_us.at_step)
+    longest_wait = max(later, key=wait_us.at_step)
     chosen = {
         longest_wait: "the longest wait",
         by_length[-1]: "the longest",

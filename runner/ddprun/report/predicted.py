@@ -174,10 +174,9 @@ class MeasuredStage:
                 some = lines[start : start + cycle]
                 names = ("exposed_hook_us", "exposed_wait_us", "exposed_wire_us", "step_us")
                 hooks, late, wire, step_us = (fmean(getattr(line, name) for line in some) for name in names)
-                rows.append((step_us - hooks - late - wire, hooks, late, wire, step_us))
-        parts: tuple[StepPart, ...] = ("own", "hooks", "late", "wire", "step")
+                rows.append((step_us - hooks - late - wire, hooks, late, wire, step_us))  # as in `PART_NAMES`
         counted = without_outliers(rows, lambda row: row[0])
-        return dict(zip(parts, map(fmean, zip(*counted, strict=True)), strict=True)) if counted else {}
+        return dict(zip(PART_NAMES, map(fmean, zip(*counted, strict=True)), strict=True)) if counted else {}
 
     @property
     def cpu_share_while_working(self) -> float:
