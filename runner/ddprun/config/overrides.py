@@ -87,7 +87,7 @@ def _parse_override(text: str, source: Source) -> tuple[str, list[_PathSegment],
     if len(segments) > MAX_DEPTH:
         problem = f"nested more than {MAX_DEPTH} levels deep"
         raise _override_error(start, (), problem, f"at most {MAX_DEPTH} levels")
-    value, faults = parse_yaml(text[end:], source, 1, end + 1, tuple(segment for segment, _ in segments))
+    value, faults = parse_yaml(text[end:], source, end + 1, tuple(segment for segment, _ in segments))
     if faults:
         raise PipelineError(faults)
     return key, segments, value or Node(Place(source, 1, end + 1), None)

@@ -96,14 +96,14 @@ def read_file(path: Path) -> ReadResult:
     return (root if root is not None and isinstance(root.value, dict) else None), faults
 
 
-def parse_yaml(text: str, source: Source, line: int = 1, column: int = 1, path: KeyPath = ()) -> ReadResult:
-    """Read one YAML value, which is at `path` in the pipeline and at this line and column of the source."""
+def parse_yaml(text: str, source: Source, column: int = 1, path: KeyPath = ()) -> ReadResult:
+    """Read one YAML value, which is at `path` in the pipeline and begins at this column of the source."""
     if forbidden := _FORBIDDEN.search(text):
         before = Source.from_text("", 0, text[: forbidden.start()]).lines
-        place = Place(source, line + len(before) - 1, len(before[-1]) + (column if len(before) == 1 else 1))
+        place = Place(source, len(before), len(before[-1]) + (column if len(before) == 1 else 1))
         problem = f"the invisible character U+{ord(forbidden[0]):04X} is not allowed in a pipeline"
         return None, [place.fault("", problem, "remove it")]
-    builder = _Builder(yaml.SafeLoader(text), source, line, column)
+    builder = _Builder(yaml.SafeLoader(text), source, column)
     root: Node | None = None
     try:
         root = builder.build_document(path)
@@ -127,15 +127,14 @@ class _Builder:
 
     events: Any  # PyYAML's loader in Python, asked for events only: its resolver and constructor are not used
     source: Source
-    line: int
-    column: int  # where the text starts in the source
+    column: int  # of the source, at which the text starts, from 1
     faults: list[PipelineFault] = field(default_factory=list)
     anchors: dict[str, Node | None] = field(default_factory=dict)  # None while an anchor's value is read
     nodes: int = 0
 
     def place(self, line: int, column: int) -> Place:
         """Place of a line and column of PyYAML's, which count from 0 at the start of the text."""
-        return Place(self.source, self.line + line, column + (self.column if line == 0 else 1))
+        return Place(self.source, 1 + line, column + (self.column if line == 0 else 1))
 
     def add_fault(self, place: Place, path: KeyPath, problem: str, allowed: str | None = None) -> None:
         self.faults.append(place.fault(format_path(path), problem, allowed))

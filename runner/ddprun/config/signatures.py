@@ -133,13 +133,8 @@ class _Tuple:
 # What a file gives for the names in torch's annotations.
 _TYPES: dict[str, Any] = {kind.__name__: kind for kind in (float, int, bool, str, list)}
 _TYPES |= {"Literal": Literal, "tuple": _Tuple, "Iterable": list, "Tensor": list[float]}
-_TYPES |= {
-    "Optional": Optional,
-    "Union": Union,
-    "Tuple": _Tuple,
-    "List": list,
-    "Sequence": list,
-}  # torch 2.11
+# Those of torch 2.11.
+_TYPES |= {"Optional": Optional, "Union": Union, "Tuple": _Tuple, "List": list, "Sequence": list}
 
 
 def _type_in_file(annotation: str) -> Any:
