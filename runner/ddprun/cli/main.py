@@ -104,8 +104,7 @@ def main(args: Sequence[str] | None = None) -> int:
         if path := os.environ.get(name):
             os.environ[name] = os.path.abspath(path)
     try:
-        given = None if args is None else list(args)
-        result: Any = cli.main(args=given, prog_name="ddprun", standalone_mode=False)
+        result: Any = cli.main(args=args, prog_name="ddprun", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.ctx.get_help() if error.ctx else "", err=True)
         return EXIT_BAD_INPUT

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, Field
+from pydantic import Field
 from torch.distributed import PrefixStore, Store
 
 from ddprun import EXIT_FAILURE, EXIT_INTERRUPTED
@@ -31,10 +31,8 @@ _STORE_TIMEOUT = timedelta(seconds=60)
 _LEAVE_S = 30.0
 
 
-class HostMessage(BaseModel):
+class HostMessage(Options):
     """What the first host tells the others: runs to take part in, or the end."""
-
-    model_config = Options.model_config
 
     end: Annotated[int, Field(ge=0, le=255)] | None = None  # the exit code
     # Below the folder of the command's runs.
