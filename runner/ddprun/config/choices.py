@@ -50,13 +50,11 @@ class Choice:
 
     def to_plain_data(self) -> Any:
         """The choice as a file would hold it: `name`, or `{name: options}` and what is beside it."""
-        if self.beside:
-            plain = {
-                key: value.to_plain_data() if isinstance(value, Choice) else value
-                for key, value in self.beside.items()
-            }
-            return {self.name: dict(self.options), **plain}
-        return {self.name: dict(self.options)} if self.options else self.name
+        beside = {
+            key: value.to_plain_data() if isinstance(value, Choice) else value
+            for key, value in self.beside.items()
+        }
+        return {self.name: dict(self.options), **beside} if self.options or beside else self.name
 
 
 @dataclass(frozen=True)

@@ -107,10 +107,9 @@ class StageForecast:
             yield from paragraph(verdict.hook, _verdict_text(verdict))
         yield from paragraph("Memory", _memory_text(self.memory))
         if self.balance_gain is not None and self.balance_gain >= _MIN_BALANCE_GAIN:
-            text = (
-                f"takes about {percent(self.balance_gain)} off the slowest rank's time for data, forward and "
-            )
-            yield from paragraph("Balance", f"Ranks are not equally fast: `loader.balance` {text}backward.")
+            text = f"Ranks are not equally fast: `loader.balance` takes about {percent(self.balance_gain)}"
+            text += " off the slowest rank's time for data, forward and backward."
+            yield from paragraph("Balance", text)
         if self.sweep:
             rows = [("hosts", "ranks", "a step", "waiting", "efficiency", "limit")]
             for at, one in self.sweep:

@@ -195,14 +195,12 @@ def _loss_that_is_a_sum(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 @register_check("loss", "weight_by")
 def _weight_by_with_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    weight, loss = pipeline.weight_by, pipeline.loss
-    if weight is None:
-        return
-    settings, ignored = weight.settings, loss.options.get("ignore_index")
+    settings = pipeline.weight_by.settings if pipeline.weight_by else None
     own = settings.ignore_index if isinstance(settings, WeightByTargets) else None
+    ignored = pipeline.loss.options.get("ignore_index")
     if None not in (own, ignored) and own != ignored:
         text = f'"ignore_index: {own}" clashes with "ignore_index: {ignored}" of "loss"'
-        yield KeyConflict(f"weight_by.{weight.name}.ignore_index", text, "remove it")
+        yield KeyConflict("weight_by.targets.ignore_index", text, "remove it")
 
 
 @register_check("loader")
