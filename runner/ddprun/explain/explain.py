@@ -56,7 +56,6 @@ class PlannedExchange:
     sent: SentBytes  # what ranks send for it in a step
 
     def to_json_data(self) -> dict[str, Any]:
-        """For `--format json`."""
         return {
             "exchange": self.number,
             "when": self.moment,
@@ -111,7 +110,6 @@ class StageExplanation:
 
     @property
     def index(self) -> int:
-        """Its index in the pipeline's `stages`."""
         return self.stage.index
 
     def step_buckets(self) -> Iterator[tuple[StepPattern, PlannedExchange, Bucket]]:
@@ -140,7 +138,6 @@ class StageExplanation:
         return total(sent_parts, self.ranks)
 
     def to_json_data(self) -> dict[str, Any]:
-        """For `--format json`."""
         settings, cycle = self.settings, self.sent_per_cycle
         found: dict[str, Any] = {"stage": self.index, "kind": self.stage.name}
         names = ["begin", "end", "takes_closure", "left_apart"]
@@ -173,12 +170,10 @@ class Explanation:
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """By name."""
         return dict(self.probe.model.named_parameters())
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """By name."""
         return dict(self.probe.model.named_buffers())
 
     @property
@@ -511,7 +506,6 @@ class _Planner:
         return route, buckets_by_fragment(self._plan, self._trained, self._cap_bytes)[one.fragment].layouts
 
     def _layouts(self, named: Mapping[str, Tensor]) -> Layouts:
-        """Of tensors in their buckets."""
         return TensorBuckets(named, self._cap_bytes).layouts
 
 

@@ -52,7 +52,6 @@ class WorldShape:
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
         return self.hosts * self.ranks_per_host
 
     def __str__(self) -> str:

@@ -88,7 +88,6 @@ class Route:
 
     @property
     def uses_hooks(self) -> bool:
-        """Whether hooks handle the bucket."""
         return self.through in ("hooks", "host_hooks")
 
     @property

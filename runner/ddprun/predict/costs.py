@@ -37,7 +37,6 @@ class LinearCost:
     slope: float = 0.0
 
     def at(self, nbytes: float) -> float:
-        """The cost of so many bytes."""
         return self.base + self.slope * nbytes
 
     def __mul__(self, factor: float) -> "LinearCost":

@@ -62,7 +62,6 @@ class HookVerdict:
         return self.with_us < self.without_us
 
     def to_json_data(self) -> dict[str, Any]:
-        """For `--format json`."""
         limit = self.break_even_bytes_per_s
         return {
             "hook": self.hook,
@@ -88,7 +87,6 @@ class StageForecast:
     balance_gain: float | None  # as in `CostModel`; None, too, where ranks cannot have such shares
 
     def to_json_data(self) -> dict[str, Any]:
-        """For `--format json`."""
         data = self.predicted.to_json_data() | {"repeated_us": [round(us) for us in self.repeated_us]}
         data["memory_bytes"] = dict(self.memory)
         data["hooks"] = [one.to_json_data() for one in self.hook_verdicts]
@@ -98,7 +96,6 @@ class StageForecast:
         return data | ({"sweep": sweep} if sweep else {})
 
     def lines(self) -> Iterator[str]:
-        """For a reader."""
         yield from paragraph("Predicted", _summary(self))
         if not self.predicted.hooks_measured:
             nothing = "The measured run has no steps with these hooks, so their own work is not counted"

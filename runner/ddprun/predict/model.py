@@ -89,7 +89,6 @@ class StepPrediction:
                 return "cores" if self.cores_contended else work
 
     def to_json_data(self) -> dict[str, Any]:
-        """For `--format json`."""
         return {
             "step_us": round(self.step_us),
             "exposed_us": round(self.exposed_us),

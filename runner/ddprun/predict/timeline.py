@@ -164,7 +164,6 @@ class StepSimulator:
         return not self._active_transfers
 
     def simulate_step(self, instructions: Iterable[Instruction]) -> SimulatedStep:
-        """Simulate one step."""
         self._step += 1
         start, busy_before, step = self._now, dict(self._busy_us), SimulatedStep()
         for instruction in instructions:
