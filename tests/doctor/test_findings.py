@@ -140,9 +140,9 @@ def test_a_late_link_is_noted() -> None:
 
 
 def test_a_port_is_open_or_closed() -> None:
-    """Each that cannot be reached is named with why; None is not tried."""
+    """Each that cannot be reached is named with why."""
     with listen_on_ports("127.0.0.1") as one:
-        assert find_unreachable_ports([None, one]) == [[], []]
+        assert find_unreachable_ports([one, one]) == [[], []]
     assert find_unreachable_ports([one]) == [[(port, "connection refused") for port in one.ports]]
     there = ListeningPorts("10.0.0.1", (1, 2))
     found: Any = [[[], [(2, "no answer")]], [[], []]]

@@ -82,8 +82,7 @@ def _measure_between_hosts(
     clocks = group.gather("clocks", offset, timeout_s * size)
     with links.listen_on_ports(address) as own:
         listening = [links.ListeningPorts(*one) for one in group.gather("listening", own, timeout_s)]
-        others = [None if index == group.index else one for index, one in enumerate(listening)]
-        closed = group.gather("ports", links.find_unreachable_ports(others), _PORTS_S + timeout_s)
+        closed = group.gather("ports", links.find_unreachable_ports(listening), _PORTS_S + timeout_s)
     found += links.port_findings(group.names, listening, closed)
     found += links.clock_findings(group.names, clocks)
     return Report(hosts, found + _measure_links(group, hosts, interfaces, closed, timeout_s))

@@ -117,8 +117,8 @@ def listen_on_ports(address: str) -> Iterator[ListeningPorts]:
         yield ListeningPorts(address, tuple(int(one.getsockname()[1]) for one in listeners))
 
 
-def find_unreachable_ports(hosts: Sequence[ListeningPorts | None]) -> list[list[tuple[int, str]]]:
-    """For each host the ports at which it cannot be reached from here, and why; None is not tried."""
+def find_unreachable_ports(hosts: Sequence[ListeningPorts]) -> list[list[tuple[int, str]]]:
+    """For each host the ports at which it cannot be reached from here, and why."""
 
     def connection_problem(address: str, port: int) -> str:
         try:
@@ -130,11 +130,8 @@ def find_unreachable_ports(hosts: Sequence[ListeningPorts | None]) -> list[list[
         return ""
 
     with ThreadPoolExecutor(_MAX_CONNECTIONS) as pool:
-        found = [
-            host and (host.ports, pool.map(partial(connection_problem, host.address), host.ports))
-            for host in hosts
-        ]
-    return [[(port, why) for port, why in zip(*one, strict=True) if why] if one else [] for one in found]
+        found = [(one.ports, pool.map(partial(connection_problem, one.address), one.ports)) for one in hosts]
+    return [[(port, why) for port, why in zip(*one, strict=True) if why] for one in found]
 
 
 def port_findings(
