@@ -92,8 +92,6 @@ def _wrapped(text: str, indent: int) -> list[str]:
 def _default(option: dict[str, Any]) -> str:
     if option["required"]:
         return "required"
-    if option["default"] is None:
-        return "default null"
     value = option["default"]
     return f"default {value if isinstance(value, str) else json.dumps(value)}"
 

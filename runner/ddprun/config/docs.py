@@ -10,7 +10,6 @@ import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Any
 
 from pydantic import BaseModel
@@ -94,7 +93,7 @@ _BOUNDS = {
 }
 
 
-def type_words(schema: dict[str, Any], definitions: Mapping[str, Any] = MappingProxyType({})) -> str:
+def type_words(schema: dict[str, Any], definitions: Mapping[str, Any]) -> str:
     """Describe the JSON Schema of an option in words: `a whole number, at least 1`."""
     if "$ref" in schema:
         found = definitions.get(schema["$ref"].rpartition("/")[2], {})

@@ -63,12 +63,8 @@ def bool_hint(text: str, *, quoted: bool) -> str | None:
 
 def format_scalar(value: Scalar) -> str:
     """The value as YAML that reads back as exactly this value, under YAML 1.1 readers too where possible."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int):
-        return str(value)
+    if value is None or isinstance(value, int):  # a boolean is one, too
+        return json.dumps(value)
     if isinstance(value, float):
         if not math.isfinite(value):
             return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"

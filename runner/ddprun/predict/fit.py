@@ -123,8 +123,6 @@ def _fit_stack(
     low, high = 0.0, measured
     for _ in range(_HALVINGS):
         stack.wake_us = (low + high) / 2
-        if model.predict(stage, world, links, stack).step_us > measured:
-            high = stack.wake_us
-        else:
-            low = stack.wake_us
+        longer = model.predict(stage, world, links, stack).step_us > measured
+        low, high = (low, stack.wake_us) if longer else (stack.wake_us, high)
     return stack
