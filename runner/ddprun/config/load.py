@@ -77,8 +77,7 @@ class Loaded:
 
     def is_given(self, key_path: str) -> bool:
         """Whether the file or an override has the key."""
-        found = find_nearest(self.root, _segments(key_path))
-        return found.node is not self.root and not found.missing_path
+        return not find_nearest(self.root, _segments(key_path)).missing_path
 
     def expand_env_and_folder(self, key_path: str, value: Any) -> Any:
         """Fill in `${env:NAME}` and `{here}`, the folder; a PipelineError names variables that are unset."""

@@ -99,9 +99,8 @@ def flow_yaml(value: Any) -> str:
 def _origin(root: Node, path: KeyPath) -> str:
     found = find_nearest(root, path)
     missing = found.missing_path
-    exact = not missing
     bare_name = len(missing) == 1 and is_choice_path(path[:-1]) and isinstance(found.node.value, str)
-    if not exact and not bare_name:
+    if missing and not bare_name:
         return "  # default"
-    place = found.key_place if exact and isinstance(found.node.value, dict) else found.node.place
+    place = found.key_place if isinstance(found.node.value, dict) else found.node.place
     return f"  # line {place.line}" if place.source.order == 0 else f"  # {place.source.name}"

@@ -39,7 +39,7 @@ Metrics = Annotated[tuple[AnyMetric, ...], Field(strict=False)]
 def _parse_data_without_held_out(value: Any) -> Choice:
     """Data that is used whole: nothing of it is held out, and asking for that is a fault."""
     choice = parse_choice("data", value)
-    if choice.settings is None or "held_out" not in choice.options or isinstance(value, Choice):
+    if choice.settings is None or "held_out" not in choice.options:
         return choice
     given = value[choice.name] if isinstance(value, dict) else None
     nothing = 0 if choice.name == "synthetic" else None
@@ -142,7 +142,7 @@ _BALANCE_WEIGHTS = TypeAdapter(_Weights, config=ConfigDict(strict=True, allow_in
 
 
 def _parse_balance(value: Any) -> Any:
-    if value is None or value == "speed" or isinstance(value, Replay):
+    if value is None or value == "speed":
         return value
     if not isinstance(value, dict) or not value:
         raise expected("how ranks share samples", "write speed, {host or rank: weight}, or {replay: folder}")
@@ -421,8 +421,6 @@ class Launch(Options):
 
 
 def parse_buffers(value: Any) -> BufferSettings:
-    if isinstance(value, BufferSettings):
-        return value
     if not isinstance(value, str | dict):
         raise expected("a time for buffers", "such as auto, never or {every: N}")
     return validate(BufferSettings, {"when": value} if isinstance(value, str) else value)
