@@ -1,6 +1,7 @@
 """JSON Schema (draft 2020-12) of the pipeline file, for editors: from the same models that `check` uses."""
 
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Any
 
 from pydantic import BaseModel
@@ -49,9 +50,10 @@ def json_schema() -> Schema:
         text = f"What `ddprun submit --to {name}` asks for."
         schema["properties"][name] = {"$ref": f"#/$defs/cluster.{name}", "description": text}
     del schema["properties"]["name"]["default"]
+    torch_release = version("torch").partition("+")[0]  # without the suffix of a build
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "$comment": f"Written by ddprun {__version__} for torch {signatures.torch_version()}.",
+        "$comment": f"Written by ddprun {__version__} for torch {torch_release}.",
         "title": "ddprun pipeline",
         **schema,
         "$defs": dict(sorted(definitions.items())),

@@ -9,7 +9,6 @@ import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from types import NoneType, UnionType
@@ -59,11 +58,6 @@ class TorchOption:
     annotation: str  # of its type, as torch's source writes it
     required: bool
     default: str  # as torch's source writes it; empty if there is none
-
-
-def torch_version() -> str:
-    """Torch's release such as `2.13.0`, without the build's suffix."""
-    return version("torch").partition("+")[0]
 
 
 def offered_class_names(kind: TorchKind) -> tuple[str, ...]:

@@ -294,11 +294,10 @@ class _Planner:
     def explain_stage(self, stage: Stage) -> StageExplanation:
         """What a stage sends, and what that costs; stages are asked for in order."""
         self._stage, self._stage_index, self._stage_exchanges = None, stage.index, {}
-        of_run = self._turns.trained
-        self._trained = self._turns.of_stage[stage.index] if isinstance(stage, StepStage) else of_run
+        self._trained = self._turns.trained
         match stage:
             case StepStage():
-                self._stage = stage
+                self._stage, self._trained = stage, self._turns.of_stage[stage.index]
                 return self._explain_step_stage(stage)
             case AverageStage():
                 sends = self._sends("once", equalize(self._replicas))
