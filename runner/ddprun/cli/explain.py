@@ -139,9 +139,7 @@ def _measure_and_forecast(
     if run_dir is None:
         stacks = forecasting.stacks_to_measure(explained)
         run_dir = Path("runs") / "explain" / time.strftime("%Y%m%d-%H%M%S")
-        say(f"a short run measures what steps cost here, in {run_dir}")
-        if warning := run_measurement(explained.loaded, stacks, run_dir):
-            say(f"warning: {warning}; measure again when it is quiet")
+        run_measurement(explained.loaded, stacks, run_dir)
         say(f"--from {run_dir} reuses its results")
     models = list(cost_models_of_run(run_dir, measured_links, explained.loaded, cores=cores))
     return forecasting.forecast(explained, models, links, sweep), run_dir

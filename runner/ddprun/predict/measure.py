@@ -81,14 +81,15 @@ def run_measurement(
     *,
     overrides: Sequence[str] = (),
     limit_s: float | None = None,
-) -> str:
-    """Run a pipeline's model and data on this machine, with each stack of hooks for some steps; gives a
-    warning if other processes took the cores' time meanwhile, else "".
+) -> None:
+    """Run a pipeline's model and data on this machine, with each stack of hooks for some steps; warn if other
+    processes took the cores' time meanwhile.
 
     `overrides` are added to those with which the pipeline was loaded. A run that takes longer than `limit_s`
     is ended: what it has recorded until then tells the costs. Raises MeasurementRunError if it fails, and as
     `measurement_stages_yaml` does.
     """
+    say(f"a short run measures what steps cost here, in {run_dir}")
     settings = [*loaded.overrides, *overrides, f"stages={measurement_stages_yaml(loaded, stacks)}", *QUIET]
     # Shares are for stages that average gradients in every step, which not all of these do.
     settings += ["timings={every: 1, gradients: true}", "loader.balance=null"]
@@ -108,14 +109,16 @@ def run_measurement(
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return ""  # the CPU time of killed ranks is not known
+        return  # the CPU time of killed ranks is not known
     if done.returncode:
         output = "\n".join(done.stdout.strip().splitlines()[-_LOG_LINES:])
         raise MeasurementRunError(
             f"the short run in {run_dir} failed with exit code {done.returncode}:\n{output}"
         )
     cores_s = (time.monotonic() - start_s) * (psutil.cpu_count() or 1)
-    return contention_warning(psutil.cpu_percent() / 100, (_children_cpu_s() - own_s) / cores_s)
+    own_share = (_children_cpu_s() - own_s) / cores_s
+    if warning := contention_warning(psutil.cpu_percent() / 100, own_share):
+        say(f"warning: {warning}; measure again when it is quiet")
 
 
 def _children_cpu_s() -> float:
