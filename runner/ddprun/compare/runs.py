@@ -86,8 +86,7 @@ def make_variants(
         found.append(Variant(name, pipeline, (*overrides, *chosen)))
     first = found[0]
     if noop:
-        overrides = (*first.overrides, "hooks=[noop]")
-        found.append(Variant("nothing sent (noop)", first.pipeline, overrides, noop=True))
+        found.append(Variant("nothing sent (noop)", first.pipeline, first.overrides, noop=True))
     if twin:
         found.insert(1, Variant(f"{first.name} (twin)", first.pipeline, first.overrides, twin=True))
     return found
@@ -108,8 +107,8 @@ def load_variant(variant: Variant, steps: int | None = None) -> tuple[Variant, L
         written = loaded.root.data().get("stages") is not None
         more.append(f"stages[{stages[0].index}]={value}" if written else f"stages=[{value}]")
     if variant.noop:
-        own = [stage for stage in stages if "hooks" in stage.model_fields_set]
-        more += [f"stages[{stage.index}].{stage.name}.hooks=[noop]" for stage in own]
+        keys = dict.fromkeys(stage.key_path("hooks") for stage in stages)
+        more += [f"{key}=[noop]" for key in keys]
     overrides, name = (*variant.overrides, *more), loaded.secrets.redact(variant.name)
     loaded = load(variant.pipeline, overrides) if more else loaded
     return replace(variant, name=name, overrides=overrides), loaded
