@@ -137,7 +137,7 @@ class LoadedPipeline(Loaded):
 
     def resolved_yaml(self) -> str:
         """The whole pipeline as YAML with values' origins; but for relative paths it loads to the same."""
-        return resolving.resolved_yaml(self.pipeline, self.root, self.secrets)
+        return resolving.resolved_yaml(self.as_dict(), self.root)
 
     def as_dict(self) -> dict[str, Any]:
         """The whole pipeline as mappings, lists and scalars, defaults filled in, secrets left out."""

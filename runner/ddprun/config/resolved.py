@@ -9,7 +9,6 @@ from pydantic import BaseModel
 from ddprun.config.choices import Choice
 from ddprun.config.scalars import format_scalar
 from ddprun.config.schema import Pipeline
-from ddprun.config.secrets import Secrets
 from ddprun.config.sections import ParameterGroup
 from ddprun.config.stages import OVERRIDABLE_KEYS, Stage, StepStage
 from ddprun.config.tree import KeyPath, Node, find_nearest, is_choice_path
@@ -51,11 +50,10 @@ def _keys_to_show(stage: Stage) -> list[str]:
     ]
 
 
-def resolved_yaml(pipeline: Pipeline, root: Node, secrets: Secrets) -> str:
-    """The pipeline as YAML, each value's origin, from `root`, in a comment; it loads to the same, unless it
-    holds a secret.
+def resolved_yaml(data: dict[str, Any], root: Node) -> str:
+    """A whole pipeline as YAML, each value's origin, from `root`, in a comment; it loads to the same, unless
+    it holds a secret.
     """
-    data = secrets.redact_all(to_plain_data(pipeline))
     return "\n".join(_lines(data, (), partial(_origin, root))) + "\n"
 
 
