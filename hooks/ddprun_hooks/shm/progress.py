@@ -76,7 +76,6 @@ class ProgressThread:
                 if group.error is None:
                     group.error = ExchangeError(f"an operation has failed before: {error!r}")
                     group.error.__cause__ = error
-            operation.close()
             # Before the next begins, to keep their order, and without the lock: callbacks submit.
             if failure is None:
                 future.set_result(None)
