@@ -62,9 +62,7 @@ class Communicator:
 
     def all_reduce(self, tensor: Tensor) -> CollectiveRequest:
         """Sum `tensor` (any shape) over the ranks, in place; gives `tensor`."""
-        return CollectiveRequest(
-            self.group, "all_reduce", tensor, tensor, via_shared_memory=self.via_shared_memory
-        )
+        return CollectiveRequest(self.group, "all_reduce", tensor, tensor, self.via_shared_memory)
 
     def all_gather(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> CollectiveRequest:
         """Gather `tensor` of every rank, in rank order.
@@ -78,9 +76,7 @@ class Communicator:
         """
         total = self.size * tensor.numel() if sizes is None else sum(sizes)
         output = tensor.new_empty(total)
-        return CollectiveRequest(
-            self.group, "all_gather", tensor, output, sizes=sizes, via_shared_memory=self.via_shared_memory
-        )
+        return CollectiveRequest(self.group, "all_gather", tensor, output, self.via_shared_memory, sizes)
 
     def all_to_all(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> CollectiveRequest:
         """Send the i-th part of `tensor` to rank i; gives the parts sent to this rank, in rank order.
@@ -97,9 +93,8 @@ class Communicator:
                 f"all_to_all cuts {tensor.numel()} elements into {self.size} equal parts: pad them"
             )
         mine = tensor.numel() // self.size if sizes is None else sizes[self.rank]
-        return CollectiveRequest(
-            self.group, "all_to_all", tensor, tensor.new_empty(self.size * mine), sizes=sizes
-        )
+        output = tensor.new_empty(self.size * mine)
+        return CollectiveRequest(self.group, "all_to_all", tensor, output, sizes=sizes)
 
     async def reduce_scatter(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
         """Sum the parts of `tensor` over the ranks; gives this rank's part of the sum.
@@ -119,7 +114,7 @@ class Communicator:
         if self.via_shared_memory:
             output = tensor.new_empty(mine)
             return await CollectiveRequest(
-                self.group, "reduce_scatter", tensor, output, sizes=sizes, via_shared_memory=True
+                self.group, "reduce_scatter", tensor, output, self.via_shared_memory, sizes
             )
         parts = (await self.all_to_all(tensor, sizes)).view(self.size, mine)
         total = parts[0].to(torch.promote_types(tensor.dtype, torch.float32))

@@ -48,9 +48,9 @@ class CollectiveRequest:
     op: Op
     tensor: Tensor
     output: Tensor
+    via_shared_memory: bool = False
     sizes: Sequence[int] | None = None  # elements of each rank's part of a tensor; None: equal parts
     source: int = 0
-    via_shared_memory: bool = False
 
     def __await__(self) -> Generator[CollectiveRequest, Tensor, Tensor]:
         return (yield self)
