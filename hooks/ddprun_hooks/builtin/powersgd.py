@@ -46,10 +46,11 @@ class PowerSgd(ErrorFeedback):
 
         bases = [orthonormal(self._last_q(payload.kind, param, residual)) for param in matrices]
         left_products = [_matrix(residual, param) @ base for param, base in zip(matrices, bases, strict=True)]
-        message = _joined([*left_products, *(param.of(residual) for param in rest)], residual).to(dtype)
+        parts = [*left_products, *(param.of(residual) for param in rest)]
+        message = torch.cat([part.reshape(-1) for part in parts]).to(dtype)
         compression_error = torch.zeros_like(message, dtype=residual.dtype)
         total = (await comm.reduce(message, (), compression_error)).to(residual.dtype)
-        sizes = [matrix.numel() for matrix in left_products] + [param.numel for param in rest]
+        sizes = [part.numel() for part in parts]
         sums, errors = torch.split(total, sizes), torch.split(compression_error, sizes)
         for param, reduced, missing in zip(
             rest, sums[len(left_products) :], errors[len(left_products) :], strict=True
@@ -65,7 +66,7 @@ class PowerSgd(ErrorFeedback):
         right_products = [
             _matrix(residual, param).T @ p for param, p in zip(matrices, left_bases, strict=True)
         ]
-        message = _joined(right_products, residual).to(dtype)
+        message = torch.cat([matrix.reshape(-1) for matrix in right_products]).to(dtype)
         sent = message.to(residual.dtype, copy=True)
         compression_error = torch.zeros_like(sent)
         total = (await comm.reduce(message, (), compression_error)).to(residual.dtype)
@@ -144,7 +145,3 @@ def _rows_columns(param: ParamSlice) -> tuple[int, int]:
 
 def _matrix(flat: Tensor, param: ParamSlice) -> Tensor:
     return param.of(flat).view(_rows_columns(param))
-
-
-def _joined(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors]) if tensors else like.new_empty(0)
