@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.comm.communicator import Communicator
-from ddprun_hooks.comm.groups import GroupRequirement, RankGroup, RankPlacement, requirements_within_hosts
+from ddprun_hooks.comm.groups import GroupRequirement, RankGroup, RankPlacement, requirements_of_leg
 from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.config.options import HookSpec
 from ddprun_hooks.errors import ExchangeError, HookSetupError
@@ -82,7 +82,7 @@ def test_legs_are_those_of_a_run(specs: list[HookSpec], ranks: int, hosts: int) 
 def test_the_ranks_of_a_host_alone() -> None:
     """A group that is a split of another is rehearsed like any other."""
     names = on_hosts(4, 2)
-    needs = requirements_within_hosts(make_stack(["fp16"]).requirements, None)
+    needs = requirements_of_leg("within", make_stack(["fp16"]).requirements, None)
 
     def body(group: RankGroup) -> Counted:
         traces: list[Any] = []

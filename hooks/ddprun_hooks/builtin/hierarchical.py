@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ddprun_hooks.builtin.cast import DTYPES, find_overflow
 from ddprun_hooks.comm.communicator import Communicator
-from ddprun_hooks.comm.groups import GroupRequirement, GroupRequirements
+from ddprun_hooks.comm.groups import GroupRequirement, GroupRequirements, requirements_of_leg
 from ddprun_hooks.hook import Hook
 from ddprun_hooks.payload import ParamSlice, Payload
 from ddprun_hooks.stack import Stack
@@ -64,10 +64,7 @@ class Hierarchical(Hook):
 
     def requirements(self) -> GroupRequirements:
         """Two collectives among the ranks of a host; as many as its stack needs between hosts."""
-        across = {
-            GroupRequirement("across", self.hosts, one.shared): rounds
-            for one, rounds in self.across.requirements.items()
-        }
+        across = requirements_of_leg("across", self.across.requirements, self.hosts)
         return {GroupRequirement("within", self.hosts, self._uses_shared_memory): 2, **across}
 
     def inner_stacks(self) -> Mapping[str, Stack]:

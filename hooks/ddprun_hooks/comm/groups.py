@@ -246,12 +246,12 @@ def merge_requirements(requirements: Iterable[GroupRequirements]) -> dict[GroupR
     return combined
 
 
-def requirements_within_hosts(
-    requirements: GroupRequirements, host_count: int | None
+def requirements_of_leg(
+    leg: str, requirements: GroupRequirements, host_count: int | None
 ) -> dict[GroupRequirement, int]:
-    """What a stack requires for the ranks of one host only; `host_count` is `GroupRequirement.hosts`."""
+    """What a stack requires among the ranks of this leg only; `host_count` is `GroupRequirement.hosts`."""
     return merge_requirements(
-        {GroupRequirement("within", host_count, one.shared): rounds} for one, rounds in requirements.items()
+        {GroupRequirement(leg, host_count, one.shared): rounds} for one, rounds in requirements.items()
     )
 
 

@@ -21,7 +21,7 @@ from ddprun_hooks.comm.groups import (
     GroupRequirements,
     RankGroup,
     merge_requirements,
-    requirements_within_hosts,
+    requirements_of_leg,
 )
 from ddprun_hooks.payload import Payload
 from ddprun_hooks.stack import Stack
@@ -326,7 +326,7 @@ class QueueRequirements(NamedTuple):
 
 def queue_requirements(plan: SyncPlan, stack: Stack, host_stack: Stack, ranks: int) -> QueueRequirements:
     """What a stage with this plan needs, with its hooks among all ranks and among those of one host."""
-    in_hosts = requirements_within_hosts(host_stack.requirements, plan.hosts)
+    in_hosts = requirements_of_leg("within", host_stack.requirements, plan.hosts)
     gradients = {"all": stack.requirements, "host": in_hosts, None: {}}[plan.gradients]
     deltas: list[GroupRequirements] = []
     plain: list[GroupRequirements] = [{GroupRequirement("world"): 1}]
