@@ -40,25 +40,24 @@ def decode(message: Tensor, rows: int, k: int, length: int) -> Tensor:
     order = torch.where(upper > 0, upper.cumsum(1) - 1, k)
     numbers = places.new_zeros(rows, k + 1).scatter_(1, order, places)[:, :k]
     numbers = numbers - torch.arange(k, device=message.device) << low
-    return numbers + (low_bits.long() << torch.arange(low, device=message.device)).sum(-1)
+    return numbers + (low_bits.long() << _shifts(numbers, low)).sum(-1)
 
 
 def pack(bits: Tensor) -> Tensor:
     """Bytes of bits, uint8, shape (n,): the first one is the lowest of the first byte."""
     padded = torch.nn.functional.pad(bits, (0, -len(bits) % 8)).view(-1, 8)
-    return (padded << _shifts(bits)).sum(-1, dtype=torch.uint8)
+    return (padded << _shifts(bits, 8)).sum(-1, dtype=torch.uint8)
 
 
 def unpack(packed: Tensor, count: int) -> Tensor:
     """The first `count` bits of bytes, uint8."""
-    return (packed.unsqueeze(-1) >> _shifts(packed) & 1).flatten()[:count]
+    return _bits_of(packed, 8)[:count]
 
 
 def _bits_of(numbers: Tensor, width: int) -> Tensor:
-    """The lowest bits of numbers, uint8, flat: the lowest one first."""
-    shifts = torch.arange(width, device=numbers.device)
-    return (numbers.unsqueeze(-1) >> shifts & 1).to(torch.uint8).flatten()
+    """The lowest bits of whole numbers, uint8, flat: the lowest one of the first number first."""
+    return (numbers.unsqueeze(-1) >> _shifts(numbers, width) & 1).to(torch.uint8).flatten()
 
 
-def _shifts(near: Tensor) -> Tensor:
-    return torch.arange(8, dtype=torch.uint8, device=near.device)
+def _shifts(numbers: Tensor, width: int) -> Tensor:
+    return torch.arange(width, dtype=numbers.dtype, device=numbers.device)
