@@ -1,5 +1,6 @@
 """How a run fails: what is reported, by which rank, and what is left in its folder."""
 
+import faulthandler
 import os
 import re
 import threading
@@ -23,6 +24,8 @@ from ddprun.host import rank_files
 from ddprun.host.network import NetworkError
 from ddprun.host.processes import file_limit_hint
 from ddprun.parallel.ranks import Environment, Ranks
+from ddprun.run_files import open_file
+from ddprun.telemetry.reader import log_file
 from ddprun.telemetry.records import Summary
 from ddprun.telemetry.writer import Writer, event_log, write_summary
 from ddprun.watchdog.hang import (
@@ -31,8 +34,6 @@ from ddprun.watchdog.hang import (
     build_report,
     describe_activity,
     dump_flight_recorders,
-    log_report_and_stacks,
-    open_log,
 )
 from ddprun.watchdog.rank_watchdog import (
     GROUP_TIMEOUT_MARGIN_S,
@@ -171,11 +172,14 @@ def write_failure_summary(context: FailureContext, failure: dict[str, object]) -
     return True
 
 
-def append_to_rank_log(run_dir: Path | None, rank: int, text: str) -> None:
-    """Append to a rank's log, if there can be one."""
+def append_to_rank_log(run_dir: Path | None, rank: int, text: str, *, with_threads: bool = False) -> None:
+    """Append to a rank's log, if there can be one; `with_threads`: and where its threads are."""
     if run_dir is not None:
-        with suppress(OSError), open_log(run_dir, rank) as file:
+        with suppress(OSError), open_file(run_dir, log_file(rank), "ab", make_folders=True) as file:
             file.write(f"{text}\n".encode(errors="backslashreplace"))
+            if with_threads:
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
 
 
 def _headline(error: BaseException, secrets: Secrets) -> str:
@@ -256,8 +260,10 @@ def _report_hang(
         activity = "" if own_status is None else f": it {describe_activity(own_status)}"
         text = f"ddprun: other ranks have waited too long, but rank {ranks.rank} is not waiting{activity}"
         report = HangReport(text, "", text)
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    text = f"{now}\n{report.message}\n{report.details}\nthreads of this rank:"
+    append_to_rank_log(context.run_dir, ranks.rank, text, with_threads=True)
     if context.run_dir is not None:
-        log_report_and_stacks(context.run_dir, ranks.rank, report)
         dump_flight_recorders(context.run_dir / "logs", ranks.rank)
     if first_here and waits and ranks.claim_first_failure(EXIT_FAILURE, is_hang=True).rank == ranks.rank:
         _publish_hang_report(report, ranks.rank, context)

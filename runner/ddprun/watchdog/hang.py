@@ -1,17 +1,14 @@
 """What a rank says of a hang: who is missing, by all status pages."""
 
-import faulthandler
 import json
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from ddprun.run_files import open_file, replace_atomically
-from ddprun.telemetry.reader import log_file
+from ddprun.run_files import replace_atomically
 from ddprun.units import abbreviated_list
 from ddprun.watchdog.rank_watchdog import WatchedCollective
 from ddprun.watchdog.status_page import RankStatus
@@ -196,24 +193,6 @@ def describe_activity(status: RankStatus) -> str:
         wait = status.waits[0]
         text += f", and waits in {wait.op} {wait.number} of {wait.name} ({wait.what})"
     return text + (f", at {status.at}" if status.at else "")
-
-
-def open_log(run_dir: Path, rank: int) -> IO[bytes]:
-    """Open a rank's log in the run's folder to append to it; raises OSError."""
-    return open_file(run_dir, log_file(rank), "ab", make_folders=True)
-
-
-def log_report_and_stacks(run_dir: Path, rank: int, report: HangReport) -> None:
-    """Append to a rank's log what it has found, and where its threads are."""
-    try:
-        with open_log(run_dir, rank) as file:
-            now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-            text = f"{now}\n{report.message}\n{report.details}\nthreads of this rank:\n"
-            file.write(text.encode(errors="backslashreplace"))
-            file.flush()
-            faulthandler.dump_traceback(file, all_threads=True)
-    except OSError:
-        return
 
 
 _RECORDERS = {
