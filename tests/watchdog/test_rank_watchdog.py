@@ -282,7 +282,7 @@ def test_a_device_is_asked_about_the_oldest_collective_alone_and_not_at_once(tmp
     assert it.find_overdue(0.2) == []
     assert not asked, "they are young"
     it.suspended_us -= 2_000_000  # two seconds later
-    it.set_device(torch.device("cuda", 3))
+    it.device = torch.device("cuda", 3)
     with mock.patch.object(torch.cuda, "set_device") as set_device:
         assert [one.what for one in it.find_overdue(0.2)] == ["two"]
         assert asked == ["one", "two"]

@@ -181,7 +181,7 @@ class ObservedRun:
             self._shown = str(shown)  # the folder as it was given, for messages
             self.folder = context.run_dir = shown.absolute()
             if self._device.type == "cuda":
-                watchdog.set_device(self._device)
+                watchdog.device = self._device
             control = open_control_channel(ranks.timeout, watchdog)
             self.hooks = attach(
                 model,

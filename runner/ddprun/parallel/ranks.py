@@ -137,7 +137,7 @@ class Ranks:
         """Make the default process group, and learn which host each rank is on."""
         if device.type == "cuda":
             torch.cuda.set_device(device)
-            self.watchdog.set_device(device)
+            self.watchdog.device = device
         self._publish_address()
         with observed_wait(self._joining, "init_process_group", "making the process group of all ranks"):
             dist.init_process_group(

@@ -149,9 +149,9 @@ class RankWatchdog(CollectiveObserver):
     hang_found: bool = False
     peer_found_hang: bool = False
     suspended_us: int = 0  # time that did not count because this process was stopped
+    device: torch.device | None = None  # the GPU of this rank, once it is chosen
     status_page: StatusPage = field(init=False)
     _sequences: list[WatchedSequence] = field(default_factory=list)
-    _device: torch.device | None = None
     _training_thread: int = field(default_factory=threading.get_ident)
     _closed: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
@@ -171,10 +171,6 @@ class RankWatchdog(CollectiveObserver):
         sequence = WatchedSequence(self, len(self._sequences), name, tuple(ranks))
         self._sequences.append(sequence)
         return sequence
-
-    def set_device(self, device: torch.device) -> None:
-        """Note the GPU of this rank."""
-        self._device = device
 
     def set_phase(self, phase: bytes, step: int | None = None, stage: str | None = None) -> None:
         """What the training thread turns to, in at most 32 bytes; with what begins by it: a `step` of the run
@@ -250,8 +246,8 @@ class RankWatchdog(CollectiveObserver):
         # A device that has failed raises RuntimeError, as it will in the training thread. Nobody can say
         # whether the collective is over then; the group's own timeout is left.
         with suppress(RuntimeError):
-            if self._device is not None:  # else this thread would begin to use the first GPU
-                torch.cuda.set_device(self._device)
+            if self.device is not None:  # else this thread would begin to use the first GPU
+                torch.cuda.set_device(self.device)
             return has_ended()
         return True
 
