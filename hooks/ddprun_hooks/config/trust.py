@@ -43,6 +43,10 @@ class _OpenPlace(NamedTuple):
     words: str  # for messages
     kinds: tuple[str, ...]  # of choices for which they may be named
 
+    @property
+    def package(self) -> str:
+        return self.module.partition(".")[0]
+
 
 def _open_places(
     module: str, pattern: str, what: str, *kinds: str, also: tuple[str, ...] = ()
@@ -84,7 +88,7 @@ _OPEN_PLACES = (
 )
 
 # Packages of which open places may be named and nothing else.
-WELL_KNOWN = frozenset(place.module.partition(".")[0] for place in _OPEN_PLACES)
+WELL_KNOWN = frozenset(place.package for place in _OPEN_PLACES)
 
 
 class UntrustedError(ImportPathError):
@@ -283,11 +287,7 @@ def _is_of_kind(found: Any, expected: ExpectedObject) -> bool:
 def _well_known_refusal(name: str, kind: str) -> str | None:
     """Why something of a well-known package may not be named; None if it may."""
     root = name.partition(".")[0]
-    allowed = [
-        place
-        for place in _OPEN_PLACES
-        if place.module.partition(".")[0] == root and (not kind or kind in place.kinds)
-    ]
+    allowed = [place for place in _OPEN_PLACES if place.package == root and (not kind or kind in place.kinds)]
     if any(re.fullmatch(rf"{re.escape(place.module)}\.({place.name_pattern})", name) for place in allowed):
         return None
     if not allowed:
@@ -301,11 +301,9 @@ def _public_name(found: Any) -> str | None:
     if not isinstance(found, type | types.FunctionType):
         return None
     name, root = found.__name__, str(found.__module__).partition(".")[0]
-    for place in _OPEN_PLACES if root in WELL_KNOWN else ():
+    for place in _OPEN_PLACES:
         module = sys.modules.get(place.module)
-        known = (
-            place.module.partition(".")[0] == root and module is not None and vars(module).get(name) is found
-        )
+        known = place.package == root and module is not None and vars(module).get(name) is found
         if known and re.fullmatch(place.name_pattern, name):
             return f"{place.module}.{name}"
     return None
