@@ -221,9 +221,7 @@ class _TransferPlan:
         room = memory.shape[2] - align * len(sizes)
         count = -(-sum(sizes) // room)
         # Elements of each part's chunks but the last.
-        self.chunk_sizes = (
-            [round_up(-(-size // count), align) for size in sizes] if count else [0] * len(sizes)
-        )
+        self.chunk_sizes = [round_up(-(-size // max(count, 1)), align) for size in sizes]
         made: dict[tuple[int, ...], _PieceViews] = {}
         self.pieces: list[_PieceViews] = []
         for turn in range(count):
