@@ -40,24 +40,21 @@ def as_ranks(
 ) -> list[Any]:
     """Run `body(rank, groups)` on `size` threads; gives what they return.
 
-    `before_connecting` runs when rank 0 listens and no rank has connected.
+    `before_connecting` runs when all ranks listen and none has connected.
     """
-    named, name = threading.Event(), bytearray()
-
-    def share(data: bytes) -> bytes:
-        if data:
-            name.extend(data)
-            before_connecting()
-            named.set()
-        assert named.wait(timeout_s)
-        return bytes(name)
+    addresses, all_listen = [b""] * size, threading.Barrier(size, before_connecting, timeout_s)
 
     def run(rank: int) -> Any:
+        def share(address: bytes) -> list[bytes]:
+            addresses[rank] = address
+            all_listen.wait()
+            return addresses
+
         groups = open_shm_groups(
             rank=rank,
             size=size,
             count=count,
-            broadcast_bytes=share,
+            all_gather_bytes=share,
             timeout_s=timeout_s,
             slot_bytes=SLOT_BYTES,
         )
@@ -269,7 +266,12 @@ def test_ranks_that_do_not_come_to_open_groups_are_named() -> None:
     """Rank 0 waits for rank 1 no longer than it was told to."""
     with pytest.raises(ExchangeError, match="rank 7 did not arrive"):
         open_shm_groups(
-            rank=0, size=2, count=1, broadcast_bytes=lambda data: data, timeout_s=0.1, rank_labels=[4, 7]
+            rank=0,
+            size=2,
+            count=1,
+            all_gather_bytes=lambda address: [address, b""],
+            timeout_s=0.1,
+            rank_labels=[4, 7],
         )
 
 
@@ -294,7 +296,7 @@ def connect_as_another_user(said: bytes, times: int, folder: str) -> None:
     Args:
         said: on each connection, if anything.
         times: how often to connect to each.
-        folder: in it, `listening` says that rank 0 listens, `knocked` that this has connected, `gone` that
+        folder: in it, `listening` says that the ranks listen, `knocked` that this has connected, `gone` that
             it may go.
     """
     os.setgroups([])
@@ -303,7 +305,7 @@ def connect_as_another_user(said: bytes, times: int, folder: str) -> None:
     until((Path(folder) / "listening").exists)
     held = []
     for name in listening_sockets() * times:
-        knock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        knock = socket.socket(socket.AF_UNIX)
         knock.settimeout(1)
         try:
             knock.connect(b"\0" + name)
@@ -393,12 +395,11 @@ def open_by_file(rank: int, folder: Path) -> ShmGroup:
     """One group of three processes that share nothing but a folder."""
     store = dist.FileStore(str(folder / "store"), -1)
 
-    def share(data: bytes) -> bytes:
-        if rank == 0:
-            store.set("name", data.decode())
-        return bytes(store.get("name"))
+    def share(address: bytes) -> list[bytes]:
+        store.set(str(rank), address.decode())
+        return [bytes(store.get(str(other))) for other in range(3)]
 
-    return open_shm_groups(rank=rank, size=3, count=1, broadcast_bytes=share, timeout_s=30)[0]
+    return open_shm_groups(rank=rank, size=3, count=1, all_gather_bytes=share, timeout_s=30)[0]
 
 
 def survive(folder: Path, with_child: bool) -> tuple[str, float, float] | None:

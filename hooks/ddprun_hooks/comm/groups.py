@@ -321,12 +321,17 @@ class GroupFactory:
             # A sequence of its own: a rank may still be lost between the last exchange and this one.
             sharing = self.observer.new_sequence(f"{name}, being shared", mine)
             count = rounds["shared_memory"]
+
+            def all_gather_in_group(data: bytes) -> list[bytes]:
+                of_all = self.all_gather_bytes(data)
+                return [of_all[one] for one in mine]
+
             with observed_wait(sharing, "share", f"making {count} areas of shared memory"):
                 shm_groups = open_shm_groups(
                     rank=mine.index(placement.rank),
                     size=len(mine),
                     count=count,
-                    broadcast_bytes=lambda data: self.all_gather_bytes(data)[mine[0]],
+                    all_gather_bytes=all_gather_in_group,
                     timeout_s=self.timeout_s,
                     rank_labels=mine,
                 )

@@ -1,7 +1,8 @@
 """How the ranks of one host get memory that they share, and sockets to each other.
 
-Rank 0 makes all of it and sends descriptors over sockets that are in no folder: nothing of a group has a name
-in the file system, and it is gone when the last of its ranks is.
+Every rank listens at a socket that is in no folder, and connects to the ranks before it; rank 0 then sends
+the memory to the others. Nothing of a group has a name in the file system, and it is gone when the last of
+its ranks is.
 """
 
 import itertools
@@ -11,7 +12,8 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from typing import Final
 
 import torch
@@ -19,11 +21,11 @@ import torch
 from ddprun_hooks.errors import ExchangeError, format_ranks
 from ddprun_hooks.shm.group import CACHE_LINE_BYTES, SLOT_BYTES, PeerSocket, ShmGroup, round_up
 
-_DESCRIPTOR_MARKER: Final = b"\1"
-_RANK: Final = struct.Struct("=I")  # what a rank says first: its place in the group
+_MEMORY_MARKER: Final = b"\1"  # what comes with the memory
+_HELLO: Final = struct.Struct("=2I")  # what a rank says first: of which group, and its place in it
 _PEERCRED: Final = struct.Struct("3i")  # pid, uid, gid
 
-Descriptors = list[int]  # of one group: of its memory, and of the sockets to the other ranks, in rank order
+Connections = dict[tuple[int, int], socket.socket]  # by group, and the other rank's place in it
 
 
 def open_shm_groups(
@@ -31,7 +33,7 @@ def open_shm_groups(
     rank: int,
     size: int,
     count: int,
-    broadcast_bytes: Callable[[bytes], bytes],
+    all_gather_bytes: Callable[[bytes], Sequence[bytes]],
     timeout_s: float,
     slot_bytes: int = SLOT_BYTES,
     rank_labels: Sequence[int] | None = None,
@@ -39,124 +41,90 @@ def open_shm_groups(
     """Make `count` groups among the `size` ranks of one host. Each of them has to call this, with equal
     arguments; raises ExchangeError if some do not arrive, are another user's, or have no memory to share.
 
-    `broadcast_bytes` gives rank 0's argument (32 bytes at most) to every rank; it is called once on each.
-    Making the groups, and then any one wait in an operation, may take `timeout_s`. A rank puts `slot_bytes`
-    into memory at a time, at least 128 for each rank. Errors name ranks by `rank_labels`; None: by number.
+    `all_gather_bytes` gives what these ranks give (32 bytes at most) to all of them, in rank order; it is
+    called once on each. Making the groups, and then any one wait in an operation, may take `timeout_s`. A
+    rank puts `slot_bytes` into memory at a time, at least 128 for each rank. Errors name ranks by
+    `rank_labels`; None: by number.
     """
     slot_bytes = round_up(slot_bytes, mmap.PAGESIZE)
     if slot_bytes < 2 * CACHE_LINE_BYTES * size:
         raise ValueError(f"slots of {slot_bytes} bytes are too small for {size} ranks")
-    rank_labels = range(size) if rank_labels is None else rank_labels
+    labels = range(size) if rank_labels is None else rank_labels
     if size == 1:
         return [ShmGroup(0, torch.empty((2, 1, 0), dtype=torch.uint8), (), timeout_s) for _ in range(count)]
     nbytes = 2 * size * slot_bytes
-    other_labels = [label for index, label in enumerate(rank_labels) if index != rank]
     deadline = time.monotonic() + timeout_s
-    groups: list[Descriptors] = []
-    try:
-        if rank == 0:
-            _create_and_send_descriptors(groups, rank_labels, count, nbytes, broadcast_bytes, deadline)
-        else:
-            _receive_descriptors(groups, rank_labels, count, rank, broadcast_bytes(b""), deadline)
-        made = []
-        for descriptors in groups:
-            mapping = mmap.mmap(descriptors[0], nbytes)
-            memory = torch.frombuffer(mapping, dtype=torch.uint8).view(2, size, slot_bytes)
-            peers = [PeerSocket(descriptors.pop(1), label) for label in other_labels]
-            made.append(ShmGroup(rank, memory, peers, timeout_s))
-        return made
-    except OSError as error:
-        raise ExchangeError(f"rank {rank_labels[rank]} cannot map shared memory: {error}") from error
-    finally:
-        for descriptor in itertools.chain(*groups):
-            os.close(descriptor)
-
-
-def _create_and_send_descriptors(
-    groups: list[Descriptors],
-    rank_labels: Sequence[int],
-    count: int,
-    nbytes: int,
-    broadcast_bytes: Callable[[bytes], bytes],
-    deadline: float,
-) -> None:
-    """Make everything, put rank 0's own descriptors into `groups`, and give every other rank its own."""
-    size = len(rank_labels)
-    peers: dict[int, socket.socket] = {}
-
-    def give(rank: int, descriptor: int) -> None:
-        if rank == 0:
-            groups[-1].append(descriptor)
-            return
-        # Rank 0 must keep no copy of what is another's, or that rank's death would go unnoticed.
+    groups = []
+    with ExitStack() as cleanup:
+        connections = _connect(rank, labels, count, all_gather_bytes, deadline, cleanup)
         try:
-            socket.send_fds(_with_timeout(peers[rank], deadline), [_DESCRIPTOR_MARKER], [descriptor])
-        finally:
-            os.close(descriptor)
+            for index in range(count):
+                peers = {other: connections[index, other] for other in range(size) if other != rank}
+                if rank == 0:
+                    memory = os.memfd_create("ddprun")
+                    cleanup.callback(os.close, memory)
+                    os.posix_fallocate(memory, 0, nbytes)  # to run out of memory here, not at a write to it
+                    for peer in peers.values():
+                        socket.send_fds(_with_timeout(peer, deadline), [_MEMORY_MARKER], [memory])
+                else:
+                    memory = _receive_memory(_with_timeout(peers[0], deadline))
+                    cleanup.callback(os.close, memory)
+                mapping = torch.frombuffer(mmap.mmap(memory, nbytes), dtype=torch.uint8)
+                sockets = [PeerSocket(peer.detach(), labels[other]) for other, peer in peers.items()]
+                groups.append(ShmGroup(rank, mapping.view(2, size, slot_bytes), sockets, timeout_s))
+        except OSError as error:
+            source = f" with rank {labels[0]}" if rank else ""
+            raise ExchangeError(f"rank {labels[rank]} cannot share memory{source}: {error}") from error
+    return groups
 
+
+def _connect(
+    rank: int,
+    labels: Sequence[int],
+    count: int,
+    all_gather_bytes: Callable[[bytes], Sequence[bytes]],
+    deadline: float,
+    cleanup: ExitStack,
+) -> Connections:
+    """Connect to every other rank, once for each group. `cleanup` closes what is not used."""
+    size = len(labels)
+    connections: Connections = {}
+    awaited: Collection[tuple[int, int]] = [(0, other) for other in range(size) if other != rank]
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            address = b"\0ddprun-" + secrets.token_hex(8).encode()  # of an abstract socket: in no folder
-            listener.bind(address)
-            listener.listen(size)
-            broadcast_bytes(address)
-            while len(peers) < size - 1:
-                peer, _ = _with_timeout(listener, deadline).accept()
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(b"\0ddprun-" + secrets.token_hex(8).encode())  # an abstract socket: in no folder
+            listener.listen(size * count)
+            addresses = all_gather_bytes(listener.getsockname())
+            for index, other in itertools.product(range(count), range(rank)):
+                awaited = [(index, other)]
+                peer = connections[index, other] = cleanup.enter_context(socket.socket(socket.AF_UNIX))
+                peer.connect(addresses[other])  # waits until there is room, or that rank listens no more
+                if (user := _uid(peer)) != os.geteuid():
+                    raise ExchangeError(
+                        f"refused to share memory with user {user}: all ranks of a host must run as one "
+                        f"user, and this one runs as {os.geteuid()}"
+                    )
+                peer.send(_HELLO.pack(index, rank))
+            wanted = set(itertools.product(range(count), range(rank + 1, size)))
+            while awaited := wanted - connections.keys():
+                peer = cleanup.enter_context(_with_timeout(listener, deadline).accept()[0])
                 # Every user of the host can connect.
-                said = _with_timeout(peer, deadline).recv(_RANK.size) if _uid(peer) == os.geteuid() else b""
-                other = _RANK.unpack(said)[0] if len(said) == _RANK.size else 0
-                if 0 < other < size and other not in peers:
-                    peers[other] = peer
+                said = _with_timeout(peer, deadline).recv(_HELLO.size) if _uid(peer) == os.geteuid() else b""
+                if len(said) == _HELLO.size and (place := _HELLO.unpack(said)) in awaited:
+                    connections[place] = peer
                 else:
                     peer.close()
-        for _ in range(count):
-            groups.append([])
-            memory = os.memfd_create("ddprun")
-            give(0, memory)
-            os.posix_fallocate(memory, 0, nbytes)  # to run out of memory here, not at a write to it
-            for rank in range(1, size):
-                give(rank, os.dup(memory))
-            for low, high in itertools.combinations(range(size), 2):
-                ends = [end.detach() for end in socket.socketpair()]
-                give(low, ends[0])
-                give(high, ends[1])
     except OSError as error:
-        late = [rank_labels[rank] for rank in range(1, size) if rank not in peers]
-        what = f"{format_ranks(late)} did not arrive" if late else "no memory could be shared"
-        raise ExchangeError(f"{what}: {error}") from error
-    finally:
-        for peer in peers.values():
-            peer.close()
+        late = format_ranks(labels[other] for _, other in awaited)
+        raise ExchangeError(f"{late} did not arrive: {error}") from error
+    return connections
 
 
-def _receive_descriptors(
-    groups: list[Descriptors],
-    rank_labels: Sequence[int],
-    count: int,
-    rank: int,
-    address: bytes,
-    deadline: float,
-) -> None:
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as rank_0:
-            rank_0.connect(address)  # waits until there is room, or rank 0 listens no more
-            if (user := _uid(rank_0)) != os.geteuid():
-                raise ExchangeError(
-                    f"refused to share memory with user {user}: all ranks of a host must run as one user, "
-                    f"and this one runs as {os.geteuid()}"
-                )
-            rank_0.send(_RANK.pack(rank))
-            for _ in range(count):
-                groups.append([])
-                for _ in rank_labels:
-                    _, got, _, _ = socket.recv_fds(
-                        _with_timeout(rank_0, deadline), 1, 1, socket.MSG_CMSG_CLOEXEC
-                    )
-                    if not got:
-                        raise ConnectionError("it gave up")
-                    groups[-1].extend(got)
-    except OSError as error:
-        raise ExchangeError(f"rank {rank_labels[0]} shares no memory: {error}") from error
+def _receive_memory(rank_0: socket.socket) -> int:
+    _, descriptors, _, _ = socket.recv_fds(rank_0, 1, 1, socket.MSG_CMSG_CLOEXEC)
+    if not descriptors:
+        raise ConnectionError("it gave up")
+    return descriptors[0]
 
 
 def _with_timeout(waiting: socket.socket, deadline: float) -> socket.socket:
