@@ -61,16 +61,11 @@ def launcher_memory() -> Iterator[Path | None]:
             folder = stack.enter_context(temporary_launcher_folder(SHM_FOLDER))
             script = 'trap "" HUP INT TERM; read -r _; rm -rf -- "$0"'
             command = ["/bin/sh", "-c", script, str(folder)]
-            remover = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)
+            stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0))
         except OSError:
             yield None
-            return
-        assert remover.stdin is not None
-        try:
+        else:
             yield folder
-        finally:
-            remover.stdin.close()
-            remover.wait()
 
 
 def remove_dead_launcher_folders() -> None:
