@@ -21,7 +21,7 @@ def lost() -> list[str]:
 def made(lost: list[str]) -> Iterator[tuple[HashStore, Lifeline, Lifeline]]:
     """The lifelines of two hosts, which are both this one."""
     store = HashStore()
-    both = [Lifeline(store, index, 2, "127.0.0.1", lost.append) for index in range(2)]
+    both = [Lifeline(store, index, 2, "127.0.0.1", lambda: lost.append("a host")) for index in range(2)]
     yield store, both[0], both[1]
     for one in both:
         one.close()

@@ -26,7 +26,7 @@ from ddprun.host import network, rank_files
 from ddprun.host.processes import end_leftovers, run_in_daemon_thread
 from ddprun.launch.flags import SHUTDOWN_VARIABLE, rendezvous_parameters
 from ddprun.launch.fork_server import ForkServer
-from ddprun.launch.lifeline import LOST_AFTER_S, Lifeline
+from ddprun.launch.lifeline import Lifeline
 from ddprun.launch.rendezvous import make_handler
 from ddprun.standard_streams import say
 from ddprun.watchdog.launcher_watchdog import connecting_ranks
@@ -73,7 +73,6 @@ class Agent(LocalElasticAgent):
         self._scratch, self._loaded, self._min_nodes = scratch, loaded, config.min_nodes
         self._failures = 0
         self._lifeline: Lifeline | None = None  # to the other hosts, while restarts are left
-        self._cut_off: str | None = None  # the host that it has lost
         self._address: str | None = None  # of this host, which the others reach
         if config.max_restarts and config.max_nodes > 1:
             self._address = network.address_towards(config.rdzv_endpoint)
@@ -99,7 +98,9 @@ class Agent(LocalElasticAgent):
         may_restart = self._failures < worker_group.spec.max_restarts
         if self._address is not None and present > 1 and may_restart:
             index = worker_group.group_rank or 0
-            self._lifeline = Lifeline(self._store, index, present, self._address, self._end_ranks)
+            # They would wait for those of a host that is cut off; one that is being started is killed later.
+            kill_ranks = partial(rank_files.signal_ranks, self._scratch, signal.SIGKILL)
+            self._lifeline = Lifeline(self._store, index, present, self._address, kill_ranks)
         here = [worker.global_rank for worker in worker_group.workers]
         if 0 not in here:  # else its progress is on this screen
             size, address = worker_group.workers[0].world_size, worker_group.master_addr
@@ -140,25 +141,17 @@ class Agent(LocalElasticAgent):
             return result
         self._failures += 1
         if self._failures <= (most := worker_group.spec.max_restarts):
-            found = "" if self._cut_off else unexplained_exits(failures)
+            cut_off = self._lifeline is not None and self._lifeline.lost_host is not None
+            found = "" if cut_off else unexplained_exits(failures)
             cause = f"{found}; " if found else ""
             say(f"{cause}starting the ranks again (restart {self._failures} of {most})")
         return result
-
-    def _end_ranks(self, lost_host: str) -> None:
-        """Kill the ranks of this host, which would wait for those of a host that is cut off. A rank that is
-        still being started is killed when the lifeline calls this again.
-        """
-        if self._cut_off != lost_host:
-            say(f"the host {lost_host} has not answered for {LOST_AFTER_S} s: it is cut off")
-        self._cut_off = lost_host
-        rank_files.signal_ranks(self._scratch, signal.SIGKILL)
 
     def close_lifeline(self) -> None:
         """No longer watch the other hosts."""
         if self._lifeline is not None:
             self._lifeline.close()
-        self._lifeline = self._cut_off = None
+        self._lifeline = None
 
     def _raise_if_run_ended_elsewhere(self, worker_group: WorkerGroup) -> None:
         """Raise RendezvousClosedError if ranks wait for those of a host where the run has ended."""

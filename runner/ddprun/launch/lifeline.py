@@ -19,7 +19,7 @@ from torch.distributed import Store
 
 from ddprun.standard_streams import say
 
-LOST_AFTER_S = 3
+_LOST_AFTER_S = 3
 _KEY = "ddprun/lifeline"
 _CUT_OFF = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 _TIMEOUT_S, _TICK_S = 10.0, 0.5
@@ -34,12 +34,11 @@ class Lifeline:
         store: shared by all hosts, and new.
         index: this host among `count`.
         address: of this host, which the others reach.
-        on_loss: called with the address of a host that no longer answers, repeatedly until the lifeline is
-            closed.
+        on_loss: called when a host no longer answers, and repeatedly until the lifeline is closed.
     """
 
     def __init__(
-        self, store: Store, index: int, count: int, address: str, on_loss: Callable[[str], None]
+        self, store: Store, index: int, count: int, address: str, on_loss: Callable[[], object]
     ) -> None:
         self.lost_host: str | None = None
         self._store, self._on_loss = store, on_loss
@@ -105,7 +104,7 @@ class Lifeline:
         for option, value in (
             (socket.TCP_KEEPIDLE, 1),
             (socket.TCP_KEEPINTVL, 1),
-            (socket.TCP_KEEPCNT, LOST_AFTER_S - 1),
+            (socket.TCP_KEEPCNT, _LOST_AFTER_S - 1),
         ):
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -115,10 +114,11 @@ class Lifeline:
                 connection.recv(1)
                 return
             except OSError as error:
-                if error.errno in _CUT_OFF:
+                if error.errno in _CUT_OFF and not self._closed.is_set():
                     self.lost_host = address
+                    say(f"the host {address} has not answered for {_LOST_AFTER_S} s: it is cut off")
                 elif error.errno is not None:  # None: a tick without news
                     return
         while self.lost_host == address and not self._closed.is_set():
-            self._on_loss(address)
+            self._on_loss()
             self._closed.wait(_TICK_S)
