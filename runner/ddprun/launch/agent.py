@@ -71,7 +71,6 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, config.logs_specs, exit_barrier_timeout=_EXIT_BARRIER_S)
         self._close_s = int(os.environ.get(SHUTDOWN_VARIABLE, _SHUTDOWN_TIMEOUT_S))
         self._scratch, self._loaded, self._min_nodes = scratch, loaded, config.min_nodes
-        self._failures = 0
         self._lifeline: Lifeline | None = None  # to the other hosts, while restarts are left
         self._address: str | None = None  # of this host, which the others reach
         if config.max_restarts and config.max_nodes > 1:
@@ -95,8 +94,7 @@ class Agent(LocalElasticAgent):
                 "clocks are seconds apart: `ddprun doctor` compares them"
             )
         self.close_lifeline()
-        may_restart = self._failures < worker_group.spec.max_restarts
-        if self._address is not None and present > 1 and may_restart:
+        if self._address is not None and present > 1 and self._remaining_restarts:
             index = worker_group.group_rank or 0
             # They would wait for those of a host that is cut off; one that is being started is killed later.
             kill_ranks = partial(rank_files.signal_ranks, self._scratch, signal.SIGKILL)
@@ -139,12 +137,12 @@ class Agent(LocalElasticAgent):
             say("a host has left: starting the ranks again")
             self._remaining_restarts += 1  # torchelastic takes one away
             return result
-        self._failures += 1
-        if self._failures <= (most := worker_group.spec.max_restarts):
+        if left := self._remaining_restarts:
+            most = worker_group.spec.max_restarts
             cut_off = self._lifeline is not None and self._lifeline.lost_host is not None
             found = "" if cut_off else unexplained_exits(failures)
             cause = f"{found}; " if found else ""
-            say(f"{cause}starting the ranks again (restart {self._failures} of {most})")
+            say(f"{cause}starting the ranks again (restart {most - left + 1} of {most})")
         return result
 
     def close_lifeline(self) -> None:
