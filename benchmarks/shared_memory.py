@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddprun_hooks
 from ddprun_hooks import Payload
 from ddprun_hooks.comm.control import open_control_channel
-from ddprun_hooks.comm.groups import merge_requirements
+from ddprun_hooks.comm.groups import RankPlacement, merge_requirements
 from ddprun_hooks.exchange import Exchange
 from ddprun_hooks.registry import make_stack
 from ddprun_hooks.stack import Stack
@@ -45,8 +45,7 @@ def all_reduces(ranks: int, rounds: int) -> list[tuple[str, Times]]:
         control=control,
         device=torch.device("cpu"),
         backend="gloo",
-        hosts=["here"] * ranks,
-        local_sizes=[ranks] * ranks,
+        placement=RankPlacement(dist.get_rank(), ("here",) * ranks, (ranks,) * ranks),
         gradients=merge_requirements(stack.requirements for stack in stacks.values()),
         timeout=timeout,
     ).gradient_queue

@@ -45,23 +45,22 @@ class Exchange:
         control: ControlChannel,
         device: torch.device,
         backend: str,
-        hosts: Sequence[str],
-        local_sizes: Sequence[int],
+        placement: groups.RankPlacement,
         gradients: groups.GroupRequirements,
         deltas: groups.GroupRequirements = _NO_RANKS,
         plain: groups.GroupRequirements = ALL_RANKS,
         timeout: timedelta,
         observer: CollectiveObserver = NULL_OBSERVER,
     ) -> "Exchange":
-        """Make all process groups. Every rank of the default group has to call this, with equal arguments.
+        """Make all process groups. Every rank of the default group has to call this, with equal arguments
+        but for its own rank.
 
-        `hosts` and `local_sizes` are those of `RankPlacement`. `gradients`, `deltas` and `plain` say which
-        ranks, and how many rounds of collectives, the three queues need. Raises HookSetupError if the ranks
-        do not lie as a stack needs them, or for shared memory on a GPU.
+        `gradients`, `deltas` and `plain` say among which ranks, and how many rounds of collectives, the three
+        queues need. Raises HookSetupError if the ranks do not lie as a stack needs them, or for shared memory
+        on a GPU.
         """
         gpu = Gpu(device) if device.type == "cuda" else None
         groups.check_shared_memory_device(device, [*gradients, *deltas, *plain])
-        placement = groups.RankPlacement(dist.get_rank(), tuple(hosts), tuple(local_sizes))
         for requirements in (gradients, deltas, plain):  # before the groups of the first queue are made
             groups.check_placement(placement, requirements)
         # Two groups may wait for each other on a GPU, unless NCCL starts all collectives in one order.

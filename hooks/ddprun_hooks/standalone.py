@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.comm.control import ControlChannel, open_control_channel
 from ddprun_hooks.comm.gpu import DeferredScalar, StreamTimestamp
-from ddprun_hooks.comm.groups import merge_requirements
+from ddprun_hooks.comm.groups import RankPlacement, merge_requirements
 from ddprun_hooks.comm.observer import NULL_OBSERVER, CollectiveObserver
 from ddprun_hooks.comm.trace import BucketTrace, read_finding_codes
 from ddprun_hooks.dispatcher import BucketDispatcher
@@ -195,14 +195,14 @@ def attach(
     """
     control.check_agreement("the hooks", stack.description)
     device = device_of(model)
-    hosts = [name.decode() for name in control.all_gather_bytes(socket.gethostname().encode())]
+    hosts = tuple(name.decode() for name in control.all_gather_bytes(socket.gethostname().encode()))
     local_world_size = os.environ.get("LOCAL_WORLD_SIZE") or str(hosts.count(hosts[control.rank]))
+    local_sizes = tuple(int(size) for size in control.all_gather_bytes(local_world_size.encode()))
     exchange = Exchange.open(
         control=control,
         device=device,
         backend=backend_of(device),
-        hosts=hosts,
-        local_sizes=[int(size) for size in control.all_gather_bytes(local_world_size.encode())],
+        placement=RankPlacement(control.rank, hosts, local_sizes),
         gradients=merge_requirements([stack.requirements, Stack([]).requirements]),
         plain=ALL_RANKS if sends_buffers else {},
         timeout=timeout,

@@ -13,6 +13,7 @@ from ddprun_hooks.builtin.cast import find_overflow
 from ddprun_hooks.builtin.error_feedback import ErrorFeedback
 from ddprun_hooks.comm.control import open_control_channel
 from ddprun_hooks.comm.gpu import Gpu, StreamTimestamp
+from ddprun_hooks.comm.groups import RankPlacement
 from ddprun_hooks.comm.trace import BucketTrace, read_finding_codes
 from ddprun_hooks.exchange import Exchange
 from ddprun_hooks.registry import make_stack
@@ -48,8 +49,7 @@ def on_both(specs: Specs, backend: str) -> list[tuple[Tensor, Tensor]]:
             control=control,
             device=torch.device(device),
             backend=over,
-            hosts=["here"] * ranks,
-            local_sizes=[int(os.environ["LOCAL_WORLD_SIZE"])] * ranks,
+            placement=RankPlacement(rank, ("here",) * ranks, (int(os.environ["LOCAL_WORLD_SIZE"]),) * ranks),
             gradients=stack.requirements,
             timeout=timeout,
         )

@@ -20,6 +20,7 @@ from ddprun.telemetry.clock import StreamClock
 from ddprun_hooks import Communicator, Payload
 from ddprun_hooks.comm.control import open_control_channel
 from ddprun_hooks.comm.gpu import CopyStream, Gpu, PinnedStaging
+from ddprun_hooks.comm.groups import RankPlacement
 from ddprun_hooks.comm.trace import now_us
 from ddprun_hooks.exchange import Exchange
 from ddprun_hooks.queue import StreamQueue
@@ -58,8 +59,7 @@ def open_lane(specs: Any, backend: str = "nccl") -> tuple[Exchange, Stack, torch
         control=open_control_channel(TIMEOUT),
         device=device,
         backend=backend,
-        hosts=["here"] * ranks,
-        local_sizes=[ranks] * ranks,
+        placement=RankPlacement(dist.get_rank(), ("here",) * ranks, (ranks,) * ranks),
         gradients=stack.requirements,
         timeout=TIMEOUT,
     )

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddprun_hooks import exchange as exchange_module
-from ddprun_hooks.comm.groups import GroupRequirement, RankGroup
+from ddprun_hooks.comm.groups import GroupRequirement, RankGroup, RankPlacement
 from ddprun_hooks.errors import HookSetupError
 from ddprun_hooks.exchange import Exchange
 from ddprun_hooks.payload import Payload
@@ -129,8 +129,7 @@ def test_shared_memory_is_refused_on_a_gpu_before_a_group_is_made() -> None:
                 control=control,
                 device=torch.device("cuda", 0),
                 backend="nccl",
-                hosts=["a", "a"],
-                local_sizes=[2, 2],
+                placement=RankPlacement(0, ("a", "a"), (2, 2)),
                 gradients={requirement: 1},
                 timeout=control,
             )
@@ -154,15 +153,13 @@ def test_rounds_have_groups_of_their_own_where_nccl_keeps_one_order(
         monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", order)
     monkeypatch.setattr(exchange_module, "Gpu", lambda device: FakeGpu())
     monkeypatch.setattr(exchange_module, "_high_priority_nccl_options", lambda timeout: "urgent")
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "new_group", new_group)
     control: Any = SimpleNamespace(all_gather_bytes=None)
     exchange = Exchange.open(
         control=control,
         device=torch.device("cuda", 0),
         backend="nccl",
-        hosts=["a", "a"],
-        local_sizes=[2, 2],
+        placement=RankPlacement(0, ("a", "a"), (2, 2)),
         gradients=make_stack("int8").requirements,
         timeout=timedelta(seconds=9),
     )

@@ -278,12 +278,13 @@ def _fixed_weights(loaded: LoadedPipeline, ranks: Ranks) -> list[float]:
     given = loaded.pipeline.loader.balance
     assert isinstance(given, dict), "the weights are fixed"
     by_rank = [str(rank) for rank in range(ranks.size)]
+    hosts = ranks.placement.hosts
     least, largest = loaded.pipeline.launch.host_range
-    if least == largest and (unknown := [key for key in given if key not in (*by_rank, *ranks.hosts)]):
-        hosts = ", ".join(dict.fromkeys(ranks.hosts))
-        text, allowed = f'no rank is on a host "{unknown[0]}"', f"the hosts are {hosts}, the ranks 0 to "
+    if least == largest and (unknown := [key for key in given if key not in (*by_rank, *hosts)]):
+        listed = ", ".join(dict.fromkeys(hosts))
+        text, allowed = f'no rank is on a host "{unknown[0]}"', f"the hosts are {listed}, the ranks 0 to "
         raise loaded.error("loader.balance", text, f"{allowed}{ranks.size - 1}")
-    return [given.get(rank, given.get(host, 1.0)) for rank, host in zip(by_rank, ranks.hosts, strict=True)]
+    return [given.get(rank, given.get(host, 1.0)) for rank, host in zip(by_rank, hosts, strict=True)]
 
 
 def _read_shares(

@@ -88,7 +88,7 @@ class Reporter:
             pipeline=pipeline,
             digest=digest,
             world_size=ranks.size,
-            hosts=list(ranks.hosts),
+            hosts=list(ranks.placement.hosts),
             device=device.type,
             backend=backend,
             cores=cores(),

@@ -74,7 +74,7 @@ def agree_on_folder(
             say(f"{made} is new on this host: records of earlier steps are where rank 0 was before")
         for rank, other in enumerate(ids if begun else ()):
             if other not in (own, None):
-                where = f"on {ranks.hosts[ids.index(own)]} and on {ranks.hosts[rank]}"
+                where = f"on {ranks.placement.hosts[ids.index(own)]} and on {ranks.placement.hosts[rank]}"
                 raise RunFolderError(f"{made} has different runs {where}: remove one of them")
         run_id = own if begun and own is not None else secrets.token_hex(8)
         found = RunFolder(made, run_id, secrets.token_hex(4), begun, known_folder is not None)

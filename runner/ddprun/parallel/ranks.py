@@ -64,8 +64,7 @@ class Ranks:
     timeout: timedelta  # of a collective, and of joining
     watchdog: RankWatchdog  # knows what this rank waits for
     host: str = field(default_factory=lambda: socket.gethostname())
-    hosts: tuple[str, ...] = ()  # host name of each rank, once joined
-    local_sizes: tuple[int, ...] = ()  # by rank, how many ranks its launcher started on its host, once joined
+    placement: RankPlacement = field(init=False)  # where all ranks are, once joined
     _base_store: dist.Store | None = None
     _second_connection: dist.Store | None = None
     _question: Future[Any] | None = None  # the last one to the store
@@ -85,10 +84,6 @@ class Ranks:
     def hosts_store(self) -> bool:
         """Whether the store ends with this process: rank 0's, unless torchelastic's agent holds it."""
         return self.rank == 0 and self.size > 1 and _rank_0_hosts_store()
-
-    @property
-    def placement(self) -> RankPlacement:
-        return RankPlacement(self.rank, self.hosts, self.local_sizes)
 
     def connect(self) -> None:
         """Reach the store."""
@@ -164,8 +159,9 @@ class Ranks:
 
     def _learn_hosts(self) -> None:
         everyone = self._collect("host", "learning which host each rank is on")
-        self.hosts, self.local_sizes, pages, servers = zip(*everyone, strict=True)
-        self._peers = dict(enumerate(map(PeerAddress, self.hosts, pages, servers)))
+        hosts, local_sizes, pages, servers = zip(*everyone, strict=True)
+        self.placement = RankPlacement(self.rank, hosts, local_sizes)
+        self._peers = dict(enumerate(map(PeerAddress, hosts, pages, servers)))
 
     def from_rank_0(self, key: str, make: Callable[[], Any]) -> Any:
         """What rank 0 makes, on every rank, as JSON has it."""
