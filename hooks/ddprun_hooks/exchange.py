@@ -75,6 +75,7 @@ class Exchange:
                 )
 
         factory = groups.GroupFactory(
+            placement,
             make_process_group,
             control.all_gather_bytes,
             timeout.total_seconds(),
@@ -86,7 +87,7 @@ class Exchange:
         def queue(
             name: str, requirements: groups.GroupRequirements, existing: Sequence[Any] = ()
         ) -> CommQueue:
-            world = factory.make_group(name, placement, requirements, existing)
+            world = factory.make_group(name, requirements, existing)
             return HostCommQueue(world) if gpu is None else StreamQueue(world, gpu)
 
         return cls(

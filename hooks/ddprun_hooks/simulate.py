@@ -22,8 +22,8 @@ def simulated_group(
     unshared = groups.merge_requirements(
         {one._replace(shared=False): rounds} for one, rounds in requirements.items()
     )
-    factory = groups.GroupFactory(lambda name, ranks: None, lambda data: [], 0.0)
-    return factory.make_group(name, placement, unshared)
+    factory = groups.GroupFactory(placement, lambda name, ranks: None, lambda data: [], 0.0)
+    return factory.make_group(name, unshared)
 
 
 def simulate(payload: Payload, stack: Stack, group: groups.RankGroup) -> BucketTrace[int]:

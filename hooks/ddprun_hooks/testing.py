@@ -312,9 +312,9 @@ def run_ranks(
             store.set(f"gathered {call} {rank}", data.hex())
             return [bytes.fromhex(store.get(f"gathered {call} {peer}").decode()) for peer in range(size)]
 
-        factory = GroupFactory(make_process_group, all_gather_bytes, TIMEOUT_S)
+        factory = GroupFactory(placement, make_process_group, all_gather_bytes, TIMEOUT_S)
         try:
-            results[rank] = body(factory.make_group("world", placement, needed))
+            results[rank] = body(factory.make_group("world", needed))
         except BaseException as error:  # raised again by the caller's thread
             errors.append(error)
 

@@ -259,6 +259,7 @@ def requirements_of_leg(
 class GroupFactory:
     """Makes rank groups. Every rank makes the same ones, in the same order."""
 
+    placement: RankPlacement
     # Makes a new process group of a unique name and these ranks. Every rank calls it for every set of ranks,
     # as `new_group` demands; the result is dropped for sets without this rank.
     make_process_group: Callable[[str, list[int]], Any]
@@ -268,19 +269,15 @@ class GroupFactory:
     shares_process_groups: bool = False  # all rounds of a group have one process group
 
     def make_group(
-        self,
-        name: str,
-        placement: RankPlacement,
-        requirements: GroupRequirements,
-        existing: Sequence[Any] = (),
+        self, name: str, requirements: GroupRequirements, existing: Sequence[Any] = ()
     ) -> RankGroup:
         """Make the group of all ranks, called `name`, and those into which the stacks' hooks split it.
 
         `existing` process groups of all ranks serve the first rounds among these, instead of new ones. Raises
         HookSetupError, on all ranks alike, if the ranks do not lie as a hook needs them.
         """
-        check_placement(placement, requirements)
-        make = partial(self._make_own_group, placement, requirements)
+        check_placement(self.placement, requirements)
+        make = partial(self._make_own_group, requirements)
         splits, partition_groups = {}, {}
         prefix = "" if name == "world" else f"{name} "
         host_counts = {one.hosts for one in requirements if one.leg in ("within", "across")}
@@ -295,59 +292,52 @@ class GroupFactory:
 
     def _make_own_group(
         self,
-        placement: RankPlacement,
         requirements: GroupRequirements,
         name: str,
         wanted: GroupRequirement,
         existing: Sequence[Any] = (),
     ) -> RankGroup:
         """This rank's group of a leg, through all ways that are required."""
-        groups = _ranks_by_group(placement, wanted)
-        mine = next(ranks for ranks in groups if placement.rank in ranks)
-        rounds: dict[Transport, int] = {
-            "shared_memory" if one.shared else "network": count
-            for one, count in requirements.items()
-            if one._replace(shared=False) == wanted
-        }
-        needed, shm_groups = rounds.get("network", 0), []
-        process_groups = [*existing]
-        for index in range(len(process_groups), min(needed, 1) if self.shares_process_groups else needed):
+        groups = _ranks_by_group(self.placement, wanted)
+        mine = next(ranks for ranks in groups if self.placement.rank in ranks)
+        rank = mine.index(self.placement.rank)
+        needed, shared = requirements.get(wanted, 0), requirements.get(wanted._replace(shared=True), 0)
+        different = min(needed, 1) if self.shares_process_groups else needed  # process groups
+        process_groups, shm_groups = [*existing], []
+        for index in range(len(process_groups), different):
             made = {
                 ranks[0]: self.make_process_group(f"{name}.{index} of {ranks[0]}", ranks) for ranks in groups
             }
             process_groups.append(made[mine[0]])
         process_groups = (process_groups * needed)[:needed]  # one may serve all rounds
-        if "shared_memory" in rounds:
+        if shared:
             # A sequence of its own: a rank may still be lost between the last exchange and this one.
             sharing = self.observer.new_sequence(f"{name}, being shared", mine)
-            count = rounds["shared_memory"]
 
             def all_gather_in_group(data: bytes) -> list[bytes]:
                 of_all = self.all_gather_bytes(data)
                 return [of_all[one] for one in mine]
 
-            with observed_wait(sharing, "share", f"making {count} areas of shared memory"):
+            with observed_wait(sharing, "share", f"making {shared} areas of shared memory"):
                 shm_groups = open_shm_groups(
-                    rank=mine.index(placement.rank),
+                    rank=rank,
                     size=len(mine),
-                    count=count,
+                    count=shared,
                     all_gather_bytes=all_gather_in_group,
                     timeout_s=self.timeout_s,
                     rank_labels=mine,
                 )
         sequences: dict[Transport, list[CollectiveSequence]] = {
-            transport: [
-                self.observer.new_sequence(
-                    f"{name}.{index}{' in shared memory' if transport == 'shared_memory' else ''}", mine
-                )
-                for index in range(1 if self.shares_process_groups else count)
-            ]
-            for transport, count in sorted(rounds.items())
+            "network": [self.observer.new_sequence(f"{name}.{index}", mine) for index in range(different)],
+            "shared_memory": [
+                self.observer.new_sequence(f"{name}.{index} in shared memory", mine)
+                for index in range(shared)
+            ],
         }
         return RankGroup(
             name,
-            mine.index(placement.rank),
-            tuple(placement.hosts[rank] for rank in mine),
+            rank,
+            tuple(self.placement.hosts[one] for one in mine),
             process_groups,
             shm_groups,
             sequences=sequences,
