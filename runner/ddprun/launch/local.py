@@ -88,7 +88,7 @@ def launch(
                 except (ValueError, RuntimeError, AssertionError) as error:  # torchrun's ways to refuse flags
                     say(loaded.secrets.redact(str(error)))
                     return EXIT_BAD_INPUT
-                return _run_with_watchdog(loaded, agent, config, folder)
+                return _run_with_watchdog(agent, config, folder)
             except RendezvousClosedError:
                 say("the run has ended on another host")
             except (DistError, RendezvousError) as error:
@@ -102,7 +102,7 @@ def launch(
     return EXIT_FAILURE
 
 
-def _run_with_watchdog(loaded: LoadedPipeline, agent: Agent, config: LaunchConfig, folder: Path) -> int:
+def _run_with_watchdog(agent: Agent, config: LaunchConfig, folder: Path) -> int:
     multi_host, endpoint = config.max_nodes > 1, config.rdzv_endpoint
     _forward_signals(agent, folder, config)
     watchdog = LauncherWatchdog(
