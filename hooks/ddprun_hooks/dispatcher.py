@@ -43,7 +43,7 @@ class BucketDispatcher:
         # In a step whose fidelity is measured, of each bucket: its trace; a copy of this rank's input, in
         # fp32 or wider, shape (numel,); and the tensor that will hold the hooks' mean, shape (numel,).
         self._fidelity_samples: list[tuple[BucketTrace[Any], Tensor, Tensor]] | None = None
-        self._sent_buckets: set[int] = set()  # indices, since the step began
+        self._sent_buckets: set[int] = set()  # numbers, since the step began
         self.group: RankGroup = queue.world  # the ranks whose gradients are averaged
 
         self._gradients_are_views = model.gradient_as_bucket_view
@@ -93,9 +93,7 @@ class BucketDispatcher:
     @property
     def unsent_params(self) -> tuple[str, ...]:
         """Parameters of the buckets that the last backward pass has not sent."""
-        left = (
-            bucket for bucket in self.layout if bucket.index - self._first_index not in self._sent_buckets
-        )
+        left = (bucket for bucket in self.layout if bucket.index not in self._sent_buckets)
         return tuple(param.name for bucket in left for param in bucket.params)
 
     def measure_fidelity(self, exact_sum: Callable[[Tensor], tuple[Tensor, int]]) -> None:
@@ -124,7 +122,7 @@ class BucketDispatcher:
                 f"bucket {self._first_index + index} is not as in the frozen layout: DDP has rebuilt its "
                 "buckets in mid-run"
             )
-        self._sent_buckets.add(index)
+        self._sent_buckets.add(layout.index)
         future = self._send_bucket(buffer, layout, self.stack)
         if self.on_last_bucket_sent is not None and bucket.is_last():
             self.on_last_bucket_sent()
