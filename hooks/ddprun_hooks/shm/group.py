@@ -15,12 +15,14 @@ import math
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Generator, Sequence
 from typing import Final
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.futures import Future
 
 from ddprun_hooks.errors import ExchangeError, format_ranks
 
@@ -75,6 +77,9 @@ class ShmGroup:
         self.size = len(peers) + 1
         self.error: ExchangeError | None = None  # why the group can be used no more
         self.phase = 0  # barriers that this rank has passed
+        # Operations that were submitted and have not ended. One thread at a time runs them: it alone steps
+        # the first and removes it, and leaves when there is none.
+        self.pending: deque[tuple[ShmOperation, Future[None]]] = deque()
         self.deadline = math.inf  # when the operation under way gives up waiting, by `time.monotonic`
         self._memory = memory
         self._peers = tuple(peers)

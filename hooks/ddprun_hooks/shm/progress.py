@@ -5,7 +5,6 @@ import os
 import select
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 
 from torch.futures import Future
@@ -24,10 +23,8 @@ class ProgressThread:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards the four below; never held while anything else is called
-        # Operations of each group that a thread is running: one thread at a time, which alone steps the first
-        # and removes it, and which leaves when there is none.
-        self._queues: dict[ShmGroup, deque[tuple[ShmOperation, Future[None]]]] = {}
+        # Guards the three below and `ShmGroup.pending`; never held while anything else is called.
+        self._lock = threading.Lock()
         self._handed_over: list[ShmGroup] = []
         self._thread: threading.Thread | None = None
         self._wake = -1
@@ -41,11 +38,9 @@ class ProgressThread:
         """
         future: Future[None] = Future()
         with self._lock:
-            queue = self._queues.get(group)
-            if queue is not None:
-                queue.append((operation, future))
+            group.pending.append((operation, future))
+            if len(group.pending) > 1:
                 return future
-            self._queues[group] = deque([(operation, future)])
         phase, until = -1, 0.0
         while True:
             began = time.perf_counter()
@@ -62,9 +57,8 @@ class ProgressThread:
         """Run a group's operations, on the one thread that does, until one has to wait. Gives the peers it
         waits for, or None when there are no more operations, and the group is free.
         """
-        queue = self._queues[group]
         while True:
-            operation, future = queue[0]
+            operation, future = group.pending[0]
             failure: BaseException | None = group.error
             try:
                 if failure is None:
@@ -82,9 +76,8 @@ class ProgressThread:
             else:
                 fail_future(future, failure)
             with self._lock:
-                queue.popleft()
-                if not queue:
-                    del self._queues[group]
+                group.pending.popleft()
+                if not group.pending:
                     return None
 
     def _hand_over(self, group: ShmGroup) -> None:
