@@ -60,11 +60,6 @@ class TensorBuckets:
             for index, names in enumerate(names_by_bucket, start=first_index)
         )
 
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors are; the CPU if there is none."""
-        return self._tensors[0][0].device if self._tensors else torch.device("cpu")
-
     def flatten(self, index: int) -> Tensor:
         """The values of the bucket at `index` in `layouts`, copied: shape (numel,)."""
         return torch.cat([tensor.detach().reshape(-1) for tensor in self._tensors[index]])

@@ -113,7 +113,7 @@ CHANGES: dict[str, Callable[[RunState], object]] = {
     "replicas.optimizer": lambda state: setattr(state.replicas, "optimizer", "host"),
     "replicas.mutated_at": lambda state: setattr(state.replicas, "mutated_at", 3),
     "replicas.averages_differ": lambda state: setattr(state.replicas, "averages_differ", False),
-    "outer_momentum": lambda state: state.outer_momentum.update(weight=torch.ones(2)),
+    "outer_momentum": lambda state: state.outer_momentum.update(all={"weight": torch.ones(2)}),
     "synchronizer": lambda state: setattr(state, "synchronizer", None),
     "schedule": lambda state: setattr(state, "schedule", None),
     "loaded_schedule": lambda state: setattr(state, "loaded_schedule", {"last_epoch": 0}),

@@ -9,40 +9,36 @@ from ddprun.sync.plan import OuterOptimizer
 from ddprun.sync.synchronizer import DeltaExchange
 from ddprun_hooks.buckets import TensorBuckets
 
+NOTHING: Any = None
+
+
+def exchange_with(named: dict[str, Tensor], momentum: dict[str, Tensor]) -> DeltaExchange:
+    outer = OuterOptimizer(lr=0.7, momentum=0.9)
+    return DeltaExchange(TensorBuckets(named, 1e9), NOTHING, NOTHING, NOTHING, outer, momentum)
+
 
 def test_the_outer_momentum_is_where_the_parameters_are() -> None:
-    """Also that of an earlier stage. DiLoCo's outer step would mix devices in its first round."""
+    """DiLoCo's outer step would mix devices in its first round, and so would one after a stage that has
+    exchanged only some of the parameters.
+    """
     named = {"a": torch.zeros(3, device="meta"), "b": torch.zeros(2, 2, device="meta")}
-    nothing: Any = None
-    outer = OuterOptimizer(lr=0.7, momentum=0.9)
-    exchange = DeltaExchange(TensorBuckets(named, 1e9), nothing, nothing, nothing, outer)
+    momentum = {"a": torch.ones(3), "b": torch.ones(4, device="meta")}
+    exchange = exchange_with(named, momentum)
     exchange.set_base()
-    for load in (load_checkpoint, take_over):
-        load(exchange)
-        common: Tensor = exchange._outer_step(0, torch.ones(7, device="meta"))
-        assert common.device.type == "meta"
-        assert {one.device.type for one in exchange._momentum.values()} == {"meta"}
+    exchange.load_state_dict({"base": [torch.ones(7)], "left": [], "means": [torch.ones(7)]})
+    common: Tensor = exchange._outer_step(0, torch.ones(7, device="meta"))
+    assert common.device.type == "meta"
+    assert {one.device.type for one in momentum.values()} == {"meta"}
 
 
 def test_a_parameter_that_the_earlier_stage_froze_has_no_momentum() -> None:
-    """Those in one bucket with it keep theirs."""
+    """Those in one bucket with it keep theirs, and all have it by name from then on."""
     named = {"a": torch.zeros(3), "b": torch.zeros(2, 2)}
-    nothing: Any = None
-    exchange = DeltaExchange(
-        TensorBuckets(named, 1e9), nothing, nothing, nothing, OuterOptimizer(lr=0.7, momentum=0.9)
-    )
-    exchange.load_momentum({"b": torch.ones(4)})
-    assert exchange._momentum[0].tolist() == [0.0] * 3 + [1.0] * 4
-    exchange._momentum.clear()
-    exchange.load_momentum({"c": torch.ones(4)})
-    assert not exchange._momentum
-
-
-def load_checkpoint(exchange: DeltaExchange) -> None:
-    state = {"momentum": {0: torch.ones(7)}, "base": [torch.ones(7)], "left": [], "means": [torch.ones(7)]}
-    exchange.load_state_dict(state)
-
-
-def take_over(exchange: DeltaExchange) -> None:
-    exchange._momentum.clear()
-    exchange.load_momentum({"a": torch.ones(3), "b": torch.ones(4)})
+    momentum = {"b": torch.ones(4), "c": torch.ones(2)}
+    exchange = exchange_with(named, momentum)
+    exchange.set_base()
+    assert momentum["a"].tolist() == [0.0] * 3
+    exchange._outer_step(0, torch.ones(7))
+    assert momentum["a"].tolist() == [1.0] * 3
+    torch.testing.assert_close(momentum["b"], torch.full((4,), 1.9))
+    assert momentum["c"].tolist() == [1.0] * 2

@@ -359,7 +359,7 @@ def _reshard_state(session: Session, shared: dict[str, Any], own: Sequence[dict[
             merged = {name: mean_of([one[name] for one in averages]) for name in averages[0]}
             state["ema"] = {**ema, "tensors": merged, "apart": False}
     state["hooks"] = runtime.stacks.merge([one["hooks"] for one in own])
-    state["sync_of_ranks"] = [one["sync"] for one in own if one["sync"]] or [{}]
+    state["sync"] = {}
     state["replicas"] = ["common", "common", own[0]["replicas"][2]]
     totals = [one["telemetry"]["totals"] for one in own]
     state["telemetry"] = {

@@ -190,7 +190,7 @@ class RunState:
     results: Results = field(default_factory=Results)
     cursor: Cursor = field(default_factory=Cursor)
     replicas: ReplicaConsistency = field(default_factory=ReplicaConsistency)
-    outer_momentum: dict[str, Tensor] = field(default_factory=dict)  # DiLoCo's, by parameter name
+    outer_momentum: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # as in `Synchronizer`
     synchronizer: Synchronizer | None = None  # of the stage that is running
     schedule: LRScheduler | None = None  # of the last stage that has begun and takes steps
     loaded_schedule: dict[str, Any] | None = None  # the checkpoint's, until one is built

@@ -135,14 +135,13 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
 
     state = {**state, "parameters": {**state["frozen"], **state["parameters"]}}
     run_state.step, run_state.loaded_schedule = state["step"], state["schedule"]
-    run_state.outer_momentum.clear()
+    run_state.outer_momentum = dict(state["outer_momentum"])
     parts: dict[str, Callable[[Any], object]] = {
         "parameters": partial(_copy, dict(model.named_parameters()), "parameter"),
         "buffers": partial(_copy, dict(model.named_buffers()), "buffer"),
         "extra": load_extra,
         "ema": load_ema,
         "replicas": run_state.replicas.load_state_list,
-        "outer_momentum": run_state.outer_momentum.update,
         "results": load_results,
         "reported": load_reported,
         **{name: part.load_state_dict for name, part in _stateful_parts(session).items()},
@@ -162,10 +161,8 @@ def restore_mid_stage(session: Session, state: Mapping[str, Any], *, new_rates: 
     """
     synchronizer, schedule = session.state.synchronizer, session.state.schedule
     assert synchronizer is not None
-    merging = "sync_of_ranks" in state  # of another number of ranks
-    sync = synchronizer.merge(state["sync_of_ranks"]) if merging else state["sync"]
-    if sync:
-        synchronizer.load_state_dict(sync)
+    if state["sync"]:  # of another number of ranks there is none: a new round begins
+        synchronizer.load_state_dict(state["sync"])
     if not new_rates:
         if schedule is not None:
             schedule.load_state_dict(state["schedule"])

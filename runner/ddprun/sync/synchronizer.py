@@ -4,7 +4,7 @@ A change of parameters is counted from the weights that ranks last had in common
 ranks, so that lossy hooks lose little and their residuals are in units of the mean's contribution.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -40,7 +40,9 @@ class Synchronizer:
     exchanger: ParameterExchanger
     stack: Stack  # the stage's hooks, among all ranks
     host_stack: Stack  # the stage's hooks among the ranks of one host
-    outer_momentum: dict[str, Tensor]  # of outer optimizers, from stage to stage: by parameter name, (numel,)
+    outer_momentum: dict[str, dict[str, Tensor]]
+    """Of outer optimizers, from stage to stage: by the ranks (`all`, or `host`: of one) and the parameter's
+    name; as in `DeltaExchange`."""
 
     def __post_init__(self) -> None:
         self.plan = self.progress.plan
@@ -55,13 +57,12 @@ class Synchronizer:
         }
 
     def _make_delta_exchange(self, transfer: Transfer) -> "DeltaExchange":
-        stack, group = self.stack, self.exchanger.exchange.delta_queue.world
+        stack, group, among = self.stack, self.exchanger.exchange.delta_queue.world, "all"
         if transfer.among == "host":
-            stack, group = self.host_stack, group.splits[self.plan.hosts][0]
+            stack, group, among = self.host_stack, group.splits[self.plan.hosts][0], "host"
         buckets, outer = self._buckets[transfer.fragment], transfer.outer or _PLAIN_AVERAGING
-        delta = DeltaExchange(buckets, self.exchanger, stack, group, outer)
-        delta.load_momentum(self.outer_momentum)
-        return delta
+        momentum = self.outer_momentum.setdefault(among, {})
+        return DeltaExchange(buckets, self.exchanger, stack, group, outer, momentum)
 
     def set_delta_bases(self) -> None:
         """The stage begins, and all ranks have the same parameters: changes are counted from these."""
@@ -82,7 +83,7 @@ class Synchronizer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from there; comes after `set_delta_bases`."""
-        self.frozen.noted_checksums = state.get("frozen_checksums", ())
+        self.frozen.noted_checksums = state["frozen_checksums"]
         for index in range(len(self.plan.transfers)):
             own = state[str(index)]
             self.progress.steps_since_start[index] = own["since"]
@@ -90,17 +91,6 @@ class Synchronizer:
                 delta.load_state_dict(own)
                 if delta.in_flight:
                     self.progress.in_flight.add(index)
-
-    def merge(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """A new round's state for another number of ranks: of the old states only the outer momentum."""
-        first = states[0] if states else {}
-        if not first:
-            return {}
-        state: dict[str, Any] = {}
-        for index in map(str, range(len(self.plan.transfers))):
-            own = first[index]
-            state[index] = {"since": 0} | ({"momentum": own["momentum"]} if "momentum" in own else {})
-        return state
 
     def run(self, chosen: DueTransfers) -> None:
         """Apply the transfers that are in flight, and start others."""
@@ -127,9 +117,6 @@ class Synchronizer:
             for index, delta in self._deltas.items():
                 if transfers[index].among == "host":
                     delta.set_base()  # changes inside a host are counted from what all ranks have now
-        if at_end:
-            for delta in self._deltas.values():
-                delta.store_momentum(self.outer_momentum)
 
     def _compare_and_equalize_frozen(self, chosen: DueTransfers) -> None:
         """Note frozen parameters when an exchange of all ranks starts; make them equal when it ends."""
@@ -167,12 +154,31 @@ class DeltaExchange:
     stack: Stack
     group: RankGroup  # of the exchanger's queue of deltas
     outer: OuterOptimizer  # what becomes of the mean change
+    momentum: dict[str, Tensor]
+    """The outer optimizer's, from stage to stage, by parameter name, at least fp32: of SGD (numel,), of Adam
+    both moments, (2, numel)."""
+
     _base: list[Tensor] = field(default_factory=list)  # common weights, (numel,) of each bucket
     _weights_at_send: list[Tensor] = field(default_factory=list)  # this rank's, when what is in flight began
     _pending: list[PendingExchange] = field(default_factory=list)
     _means: list[Tensor] = field(default_factory=list)  # of an exchange that is complete, not yet applied
-    # Of each bucket, at least fp32: the momentum of SGD, (numel,), or both moments of Adam, (2, numel).
-    _momentum: dict[int, Tensor] = field(default_factory=dict)
+    _flat_momentum: list[Tensor] = field(default_factory=list)  # of each bucket; `momentum` has views of it
+
+    def __post_init__(self) -> None:
+        """Go on with the momentum that there is of this kind of optimizer; other parameters begin anew."""
+        adam = self.outer.kind == "adam"
+        for index, layout in enumerate(self.buckets.layouts if adam or self.outer.momentum else ()):
+            values = self.buckets.flatten(index)
+            flat = torch.zeros_like(values, dtype=torch.promote_types(values.dtype, torch.float32))
+            if adam:
+                flat = torch.stack([flat, torch.full_like(flat, self.outer.eps**2)])
+            self._flat_momentum.append(flat)
+            for param in layout.params:
+                own = flat[..., param.offset : param.offset + param.numel]
+                known = self.momentum.get(param.name)
+                if known is not None and known.shape == own.shape:
+                    own.copy_(known)
+                self.momentum[param.name] = own
 
     @property
     def in_flight(self) -> bool:
@@ -224,62 +230,34 @@ class DeltaExchange:
         self._pending, self._weights_at_send, self._means = [], [], []
 
     def state_dict(self) -> dict[str, Any]:
-        """Common weights, what an exchange in flight brought, outer momentum, each by bucket: (numel,)."""
+        """Common weights, and what an exchange in flight brought, each by bucket: (numel,)."""
         if self._pending and not self._means:
             self._means = [self.exchanger.wait(pending).clone() for pending in self._pending]
-        tensors = {"base": [*self._base], "left": [*self._weights_at_send], "means": [*self._means]}
-        return {**tensors, "momentum": dict(self._momentum)}
+        return {"base": [*self._base], "left": [*self._weights_at_send], "means": [*self._means]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from there; without common weights in it, from those of `set_base`."""
-        device = self.buckets.device
-        self._momentum = {index: one.to(device, copy=True) for index, one in state["momentum"].items()}
-        if state.get("base"):
-            self._base, self._weights_at_send, self._means = (
-                [one.clone().to(base) for one, base in zip(state[name], self._base, strict=True)]
-                if state[name]
-                else []
-                for name in ("base", "left", "means")
-            )
-            self._pending = []
+        """Continue from there; comes after `set_base`."""
+        self._base, self._weights_at_send, self._means = (
+            [one.clone().to(base) for one, base in zip(state[name], self._base, strict=True)]
+            if state[name]
+            else []
+            for name in ("base", "left", "means")
+        )
 
     def _outer_step(self, index: int, mean: Tensor) -> Tensor:
         """New common weights of a bucket: a step of the outer optimizer on the negated mean change."""
-        outer, known = self.outer, self._momentum.get(index)
+        outer, step = self.outer, mean
         wide = mean.to(torch.promote_types(mean.dtype, torch.float32))
         if outer.kind == "adam":
-            if known is None:
-                known = torch.stack([torch.zeros_like(wide), torch.full_like(wide, outer.eps**2)])
-            first, second = known
+            first, second = self._flat_momentum[index]
             first.lerp_(wide, 1 - outer.momentum)
             second.lerp_(wide.square(), 1 - _SECOND_BETA)
-            self._momentum[index], step = known, first / second.sqrt().add_(outer.eps)
+            step = first / second.sqrt().add_(outer.eps)
         elif outer.momentum:
-            buffer = wide.clone() if known is None else known.mul_(outer.momentum).add_(wide)
-            self._momentum[index] = buffer
-            step = torch.add(wide, buffer, alpha=outer.momentum) if outer.kind == "nesterov" else buffer
-        else:
-            step = mean
+            step = self._flat_momentum[index].mul_(outer.momentum).add_(wide)
+            if outer.kind == "nesterov":
+                step = torch.add(wide, step, alpha=outer.momentum)
         return torch.add(self._base[index], step.to(mean.dtype), alpha=outer.lr)
-
-    def load_momentum(self, momentum: Mapping[str, Tensor]) -> None:
-        """Start with the momentum that an earlier stage left, by parameter name: 0 for one that it froze.
-        Nothing is taken from another kind of optimizer.
-        """
-        dimensions = 2 if self.outer.kind == "adam" else 1 if self.outer.momentum else 0
-        fitting = {name: one for name, one in momentum.items() if one.dim() == dimensions}
-        for index, layout in enumerate(self.buckets.layouts):
-            known = [fitting[param.name] for param in layout.params if param.name in fitting]
-            if known:
-                shape, zeros = known[0].shape[:-1], known[0].new_zeros
-                joined = [fitting.get(one.name, zeros(*shape, one.numel)) for one in layout.params]
-                self._momentum[index] = torch.cat(joined, -1).to(self.buckets.device)  # it is in host memory
-
-    def store_momentum(self, momentum: dict[str, Tensor]) -> None:
-        """Hand the momentum to a later stage, by parameter name."""
-        for index, buffer in self._momentum.items():
-            for param in self.buckets.layouts[index].params:
-                momentum[param.name] = buffer[..., param.offset : param.offset + param.numel].clone()
 
 
 def buckets_by_fragment(
