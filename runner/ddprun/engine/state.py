@@ -8,7 +8,7 @@ it. Further down: when a checkpoint is taken, and what became of it.
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -29,6 +29,7 @@ from ddprun.engine import seeding
 from ddprun.engine.audit import audit_parameters
 from ddprun.engine.nonfinite import Nonfinite
 from ddprun.engine.session import Results, RunComponents, Session
+from ddprun.engine.weights import initial_averages
 from ddprun.host import rank_files
 from ddprun.telemetry.records import CheckpointWritten
 from ddprun.telemetry.writer import log_event
@@ -50,7 +51,7 @@ def collect_state(session: Session) -> dict[str, Any]:
     what is left out.
     """
     runtime, state, model = session.runtime, session.state, session.runtime.model
-    ema = runtime.ema
+    ema, replicas = runtime.ema, state.replicas
     nonfinite = runtime.finite_check.first_nonfinite
     # First, because it waits for what is in flight: until then hooks may still change their residuals.
     sync = state.synchronizer.state_dict() if state.synchronizer is not None else {}
@@ -63,15 +64,13 @@ def collect_state(session: Session) -> dict[str, Any]:
         "buffers": dict(model.named_buffers()),
         # What modules have besides these (`get_extra_state`).
         "extra": {name: value for name, value in model.state_dict().items() if name.endswith("_extra_state")},
-        "ema": None if ema is None else {**ema.state_dict(), "apart": state.replicas.averages_differ},
+        "ema": None if ema is None else {**ema.state_dict(), "apart": replicas.averages_differ},
         "sync": sync,
-        "replicas": state.replicas.state_list(),
+        "replicas": [replicas.parameters, replicas.optimizer, replicas.mutated_at],
         "outer_momentum": dict(state.outer_momentum),
         "results": state.results.model_dump(),
-        "reported": {
-            "apart_reported": session.reporter.difference_reported,
-            "nonfinite": asdict(nonfinite) if nonfinite is not None else None,
-        },
+        "nonfinite": None if nonfinite is None else asdict(nonfinite),
+        "difference_reported": session.reporter.difference_reported,
         "generators": seeding.generator_state(runtime.device),
         **{name: part.state_dict() for name, part in _stateful_parts(session).items()},
     }
@@ -111,45 +110,29 @@ def shared_keys(session: Session) -> frozenset[str]:
 def restore(session: Session, state: Mapping[str, Any]) -> None:
     """Restore all but what `restore_mid_stage` does; called in `resume.errors_of_checkpoint`."""
     runtime, run_state, model = session.runtime, session.state, session.runtime.model
-
-    def load_reported(reported: Mapping[str, Any]) -> None:
-        nonfinite = reported["nonfinite"]
-        runtime.finite_check.first_nonfinite = Nonfinite(**nonfinite) if nonfinite else None
-        session.reporter.difference_reported = reported["apart_reported"]
-
-    def load_extra(extra: Mapping[str, Any]) -> None:
-        for name, module in model.named_modules():
-            key = f"{name}._extra_state".removeprefix(".")
-            if key in extra and type(module).set_extra_state is not nn.Module.set_extra_state:
-                module.set_extra_state(extra[key])
-
-    def load_results(results: Mapping[str, Any]) -> None:
-        run_state.results = Results.model_validate(results)
-
-    def load_ema(saved: Mapping[str, Any] | None) -> None:
-        if runtime.ema is not None:
-            if saved is not None:
-                _copy(runtime.ema.tensors, "average", saved["tensors"])
-                run_state.replicas.averages_differ = saved["apart"]
-            runtime.ema.load_state_dict(saved)
-
-    state = {**state, "parameters": {**state["frozen"], **state["parameters"]}}
+    replicas, ema, saved_ema = run_state.replicas, runtime.ema, state["ema"]
+    _copy(dict(model.named_parameters()), "parameter", {**state["frozen"], **state["parameters"]})
+    _copy(dict(model.named_buffers()), "buffer", state["buffers"])
+    for name, module in model.named_modules():
+        key = f"{name}._extra_state".removeprefix(".")
+        if key in state["extra"] and type(module).set_extra_state is not nn.Module.set_extra_state:
+            module.set_extra_state(state["extra"][key])
     run_state.step, run_state.loaded_schedule = state["step"], state["schedule"]
+    run_state.results = Results.model_validate(state["results"])
     run_state.outer_momentum = dict(state["outer_momentum"])
-    parts: dict[str, Callable[[Any], object]] = {
-        "parameters": partial(_copy, dict(model.named_parameters()), "parameter"),
-        "buffers": partial(_copy, dict(model.named_buffers()), "buffer"),
-        "extra": load_extra,
-        "ema": load_ema,
-        "replicas": run_state.replicas.load_state_list,
-        "results": load_results,
-        "reported": load_reported,
-        **{name: part.load_state_dict for name, part in _stateful_parts(session).items()},
-        "groups": partial(_load_groups, runtime.optimizer),
-        "generators": partial(seeding.restore_generators, device=runtime.device),  # last: loading may draw
-    }
-    for part, load in parts.items():
-        load(state[part])
+    replicas.parameters, replicas.optimizer, replicas.mutated_at = state["replicas"]
+    if ema is not None and saved_ema is None:  # new in the pipeline: it begins with the weights as they are
+        ema.tensors = initial_averages(model)
+    elif ema is not None:
+        _copy(ema.tensors, "average", saved_ema["tensors"])
+        ema.updates, replicas.averages_differ = saved_ema["updates"], saved_ema["apart"]
+    nonfinite = state["nonfinite"]
+    runtime.finite_check.first_nonfinite = None if nonfinite is None else Nonfinite(**nonfinite)
+    session.reporter.difference_reported = state["difference_reported"]
+    for name, part in _stateful_parts(session).items():
+        part.load_state_dict(state[name])
+    _load_groups(runtime.optimizer, state["groups"])
+    seeding.restore_generators(state["generators"], runtime.device)  # last: loading may draw
 
 
 def restore_mid_stage(session: Session, state: Mapping[str, Any], *, new_rates: bool) -> None:

@@ -2,7 +2,7 @@
 exponential moving average (`ema`), which is evaluated and saved in their place.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -166,7 +166,6 @@ class WeightAverage:
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        self._model = model
         self._average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         self.updates = 0
         self.tensors = initial_averages(model)
@@ -193,13 +192,6 @@ class WeightAverage:
     def state_dict(self) -> dict[str, Any]:
         """All of it; its tensors, not copies."""
         return {"tensors": dict(self.tensors), "updates": self.updates}
-
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Restore all but the tensors, which the caller copies; None: begin with the weights as they are."""
-        if state is None:
-            self.tensors = initial_averages(self._model)
-            return
-        self.updates = state["updates"]
 
 
 def initial_averages(model: nn.Module, device: str | None = None) -> dict[str, Tensor]:

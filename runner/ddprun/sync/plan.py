@@ -390,14 +390,6 @@ class ReplicaConsistency:
         """
         return plan.gradients is not None and self.optimizer != "common"
 
-    def state_list(self) -> list[Any]:
-        """As a checkpoint holds it."""
-        return [self.parameters, self.optimizer, self.mutated_at]
-
-    def load_state_list(self, state: Sequence[Any]) -> None:
-        """Bring it back."""
-        self.parameters, self.optimizer, self.mutated_at = state
-
 
 def _consistency_after(before: Consistency, effect: Effect) -> Consistency:
     match effect:
