@@ -405,7 +405,7 @@ def _set(value: Any, *keys: str | int) -> Change:
         ("pipeline", lambda tree: tree.pop("pipeline"), "its state cannot be read (KeyError: 'pipeline')"),
         ("position", _set({}, "position"), "its state cannot be read (KeyError"),
         ("telemetry", _set({}, "telemetry"), "its state cannot be read (KeyError: 'totals')"),
-        ("optimizer", _set([], "optimizer", "param_groups"), "its state cannot be read (ValueError"),
+        ("groups", _set([], "groups"), "its state cannot be read (ValueError"),
         ("generators", _set({}, "generators", "python"), "its state cannot be read (KeyError"),
         ("optimizer", lambda tree: tree.update(json.loads(deep(900))), "nested more than 100 deep"),
     ],

@@ -363,10 +363,9 @@ def _reshard_state(session: Session, shared: dict[str, Any], own: Sequence[dict[
     state["replicas"] = ["common", "common", own[0]["replicas"][2]]
     totals = [one["telemetry"]["totals"] for one in own]
     state["telemetry"] = {
+        **own[0]["telemetry"],
         "totals": totals_of_other_ranks(totals, rank, ranks),
         "round": Accumulator().state_dict([]),
-        "own_loss": own[0]["telemetry"]["own_loss"],
-        "stragglers": own[0]["telemetry"]["stragglers"],
     }
     seeding.seed_everything(loaded.pipeline.seed + rank + ranks * (1 + state["step"]))
     state["generators"] = seeding.generator_state(runtime.device)

@@ -8,7 +8,7 @@ it. Further down: when a checkpoint is taken, and what became of it.
 import os
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddprun import __version__
@@ -55,11 +54,13 @@ def collect_state(session: Session) -> dict[str, Any]:
     nonfinite = runtime.finite_check.first_nonfinite
     # First, because it waits for what is in flight: until then hooks may still change their residuals.
     sync = state.synchronizer.state_dict() if state.synchronizer is not None else {}
+    optimizer = dict(runtime.optimizer.state_dict())
     return {
         "step": state.step,
         "schedule": state.loaded_schedule if state.schedule is None else state.schedule.state_dict(),
         "parameters": dict(model.named_parameters()),
-        "groups": [_options_of(group) for group in runtime.optimizer.param_groups],
+        "groups": optimizer.pop("param_groups"),  # with each rank's own learning rates and other options
+        "optimizer": optimizer,
         "frozen": {},  # parameters that are the same on all ranks although others are not (`take_checkpoint`)
         "buffers": dict(model.named_buffers()),
         # What modules have besides these (`get_extra_state`).
@@ -81,7 +82,6 @@ def _stateful_parts(session: Session) -> dict[str, Any]:
     runtime = session.runtime
     return {
         "position": session.state.cursor,
-        "optimizer": runtime.optimizer,
         "precision": runtime.precision,
         "feeds": runtime.feeds,
         "balance": runtime.balances,
@@ -131,7 +131,7 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
     session.reporter.difference_reported = state["difference_reported"]
     for name, part in _stateful_parts(session).items():
         part.load_state_dict(state[name])
-    _load_groups(runtime.optimizer, state["groups"])
+    runtime.optimizer.load_state_dict({**state["optimizer"], "param_groups": state["groups"]})
     seeding.restore_generators(state["generators"], runtime.device)  # last: loading may draw
 
 
@@ -150,18 +150,7 @@ def restore_mid_stage(session: Session, state: Mapping[str, Any], *, new_rates: 
         if schedule is not None:
             schedule.load_state_dict(state["schedule"])
         # The schedule, when it was built, has set the learning rates of a first step.
-        session.runtime.optimizer.load_state_dict(state["optimizer"])
-        _load_groups(session.runtime.optimizer, state["groups"])
-
-
-def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The learning rate and other options of a parameter group."""
-    return {name: value for name, value in group.items() if name != "params"}
-
-
-def _load_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    for group, options in zip(optimizer.param_groups, groups, strict=True):
-        group.update(options)
+        session.runtime.optimizer.load_state_dict({**state["optimizer"], "param_groups": state["groups"]})
 
 
 def replay_schedule(schedule: LRScheduler, steps: int) -> None:
