@@ -445,8 +445,9 @@ def find_buffer_use(
     model: nn.Module, objective: Objective, feed: Feed, turns: Turns, *, automatic: bool
 ) -> BufferUse:
     """What training does with buffers, seen on this rank's first batch; not `automatic`: all may change."""
-    if not automatic or next(model.buffers(), None) is None:
-        return BufferUse.assume_changing(model)
+    named = dict(model.named_buffers())
+    if not (automatic and named):
+        return BufferUse.from_changes(named, named, read=False)
     precision = objective.precision
     with preserve_rng_state(precision.device):
         content = objective.training_batch(feed.first_batch())

@@ -31,18 +31,11 @@ class BufferUse:
 
     @classmethod
     def from_changes(cls, named: Mapping[str, Tensor], changing: Collection[str], *, read: bool) -> Self:
-        """Of these buffers, `changing` change; counters aside, which are not among them."""
-        changing = tuple(name for name in named if name in changing)
+        """Of these buffers, `changing` change, but for counters."""
         counters = tuple(name for name, buffer in named.items() if is_counter(buffer))
+        changing = tuple(name for name in named if name in changing and name not in counters)
         constant = tuple(name for name in named if name not in changing and name not in counters)
         return cls(changing, constant, counters, read, sum(named[name].nbytes for name in changing))
-
-    @classmethod
-    def assume_changing(cls, model: nn.Module) -> Self:
-        """Where nobody has looked: every buffer but a counter may change."""
-        named = dict(model.named_buffers())
-        counters = tuple(name for name, buffer in named.items() if is_counter(buffer))
-        return cls(tuple(name for name in named if name not in counters), (), counters)
 
     def plan(
         self, setting: BufferSettings, names: Iterable[str], *, gradients_everywhere: bool
@@ -91,8 +84,6 @@ def probe_buffer_use(
     buffers that have other values, by name, to the loss and the buffers after it.
     """
     before = clone_buffers(model)
-    if not before:
-        return BufferUse()
     first, after = forward({})
     changing = [
         name
