@@ -18,11 +18,23 @@ from tests.hooks.test_stacks import assert_same
 STATE: dict[str, Any] = {"step": 7, "weights": torch.arange(5.0)}
 
 
+def described(root: Path, step: int, ranks: int, files: FileRecords) -> folder.Checkpoint:
+    return folder.Checkpoint(
+        path=root / folder.checkpoint_name(step),
+        step=step,
+        world_size=ranks,
+        nonfinite=None,
+        folders=1,
+        layout="",
+        files=files,
+    )
+
+
 def write(root: Path, step: int = 7, token: str = "t", ranks: int = 2) -> folder.Checkpoint:
     files: FileRecords = {}
     for name in ["shared", *map(folder.rank_part_name, range(ranks))]:
         files |= folder.write_part(folder.unfinished_path(root, step, token), name, encode(STATE))
-    checkpoint = folder.Checkpoint(root / folder.checkpoint_name(step), step, ranks, files)
+    checkpoint = described(root, step, ranks, files)
     folder.commit(folder.unfinished_path(root, step, token), checkpoint, files)
     return checkpoint
 
@@ -38,7 +50,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     files = folder.write_part(folder.unfinished_path(tmp_path, 7, "t"), "rank-00000", encode(STATE))
     assert folder.steps_in(tmp_path) == []
     files |= folder.write_part(folder.unfinished_path(tmp_path, 7, "t"), "shared", encode(STATE))
-    checkpoint = folder.Checkpoint(tmp_path / folder.checkpoint_name(7), 7, 1, files)
+    checkpoint = described(tmp_path, 7, 1, files)
     folder.commit(folder.unfinished_path(tmp_path, 7, "t"), checkpoint, files)
     assert folder.steps_in(tmp_path) == [7]
     found = verify_all(tmp_path, 7)
@@ -108,7 +120,7 @@ def test_what_is_not_seen_is_no_checkpoint(tmp_path: Path) -> None:
         files |= folder.write_part(folder.unfinished_path(tmp_path, 7, "t"), name, encode(STATE))
     path = folder.unfinished_path(tmp_path, 7, "t") / "rank-00000.json"
     path.write_text("{")
-    checkpoint = folder.Checkpoint(tmp_path / folder.checkpoint_name(7), 7, 1, files)
+    checkpoint = described(tmp_path, 7, 1, files)
     with pytest.raises(OSError, match=r"rank-00000\.json is incomplete here"):
         folder.commit(folder.unfinished_path(tmp_path, 7, "t"), checkpoint, files)
     path.unlink()

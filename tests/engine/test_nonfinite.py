@@ -274,7 +274,7 @@ def test_a_launcher_does_not_start_the_ranks_again(tmp_path: Path) -> None:
 def test_pruning_keeps_the_last_finite_one(tmp_path: Path) -> None:
     """In addition to the newest `keep`, until there is a newer one."""
     files = {
-        f"{name}.{kind}": {"bytes": 2, "sha256": "0" * 64}
+        f"{name}.{kind}": checkpoints.FileRecord(bytes=2, sha256="0" * 64)
         for name in ("shared", "rank-00000")
         for kind in ("json", "safetensors")
     }
@@ -285,7 +285,10 @@ def test_pruning_keeps_the_last_finite_one(tmp_path: Path) -> None:
         for name in files:
             (unfinished / name).write_text("{}")
         path = tmp_path / checkpoints.checkpoint_name(step)
-        checkpoints.commit(unfinished, checkpoints.Checkpoint(path, step, 1, files, nonfinite), files)
+        checkpoint = checkpoints.Checkpoint(
+            path=path, step=step, world_size=1, nonfinite=nonfinite, folders=1, layout="", files=files
+        )
+        checkpoints.commit(unfinished, checkpoint, files)
         checkpoints.prune(tmp_path, 2)
         return checkpoints.steps_in(tmp_path)
 

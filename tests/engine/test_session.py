@@ -87,7 +87,15 @@ def second_part(folder: Path) -> list[bytes]:
     session = open_here(folder, "second")
     state = torch.load(folder / f"state-{os.environ['RANK']}", weights_only=True)
     restore(session, state)
-    found = Checkpoint(folder, step=6, world_size=session.runtime.ranks.size, files={})
+    found = Checkpoint(
+        path=folder,
+        step=6,
+        world_size=session.runtime.ranks.size,
+        nonfinite=None,
+        folders=1,
+        layout="",
+        files={},
+    )
     session.state.resume_state = {**state, "new_rates": False, "checkpoint": found}
     stage_run = begin(session)
     assert session.state.step == 6

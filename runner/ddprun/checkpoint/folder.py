@@ -20,7 +20,6 @@ import re
 import shutil
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,58 +41,48 @@ VERSION = 8
 _CHUNK_BYTES = 64 << 20
 MANIFEST = "manifest.json"
 
-FileRecords = dict[str, dict[str, Any]]  # by name: bytes, and sha256 in hexadecimal
 NONFINITE_LOSS = "loss"
 
 _FILE_SUFFIXES = ("json", "safetensors")
 _REPLACED = "replaced"
 
 
-class _File(BaseModel, strict=True):
+class FileRecord(BaseModel, strict=True, frozen=True):
+    """What the manifest says of a file."""
+
     bytes: Annotated[int, Field(ge=0, lt=2**63)]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class _Manifest(BaseModel, strict=True):
-    step: int
-    world_size: PositiveInt
-    nonfinite: str | None
-    folders: PositiveInt = 1
-    layout: str
-    files: dict[Annotated[str, Field(pattern=r"^[a-z0-9-]{1,64}\.(json|safetensors)$")], _File]
+FileRecords = dict[Annotated[str, Field(pattern=r"^[a-z0-9-]{1,64}\.(json|safetensors)$")], FileRecord]
+"""By name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A checkpoint whose manifest could be read."""
+class Checkpoint(BaseModel, strict=True, frozen=True):
+    """A checkpoint whose manifest could be read: that has all but the path."""
 
-    path: Path
+    path: Annotated[Path, Field(exclude=True)]
     step: int  # optimizer steps of the run when it was taken
-    world_size: int
+    world_size: PositiveInt
+    nonfinite: str | None  # a parameter, optimizer state, or `NONFINITE_LOSS`; None: all is finite
+    folders: PositiveInt  # over which its files were spread
+    layout: str  # how hooks' state is divided among ranks (`state.hook_state_partitioning`)
     files: FileRecords
-    nonfinite: str | None = None  # a parameter, optimizer state, or `NONFINITE_LOSS`; None: all is finite
-    folders: int = 1  # over which its files were spread
-    layout: str = ""  # how hooks' state is divided among ranks (`state.hook_state_partitioning`)
 
     @property
     def no_follow_root(self) -> Path:
         """No link is followed in this folder, which is the run's."""
         return self.path.parent.parent
 
-    def described(self) -> dict[str, Any]:
-        """What the manifest says of it."""
-        names = ("step", "world_size", "nonfinite", "folders", "layout", "files")
-        return {name: getattr(self, name) for name in names}
-
     @property
     def digest(self) -> str:
-        """Of its description: folders with the same digest hold files of the same checkpoint."""
-        return hashlib.sha256(json.dumps(self.described(), sort_keys=True).encode()).hexdigest()
+        """Of the manifest: folders with the same digest hold files of the same checkpoint."""
+        return hashlib.sha256(json.dumps(self.model_dump(), sort_keys=True).encode()).hexdigest()
 
     @property
     def bytes(self) -> int:
         """Size of all files together."""
-        return sum(int(file["bytes"]) for file in self.files.values())
+        return sum(file.bytes for file in self.files.values())
 
 
 def checkpoint_name(step: int) -> str:
@@ -143,7 +132,7 @@ def send_files(control: ControlChannel, to: int, folder: Path, files: FileRecord
     waits for all bytes, and refuses the file by its hash.
     """
     for name, described in files.items():
-        left = described["bytes"]
+        left = described.bytes
         with suppress(OSError), open_file(folder, name) as file:
             while left and (data := file.read(min(left, _CHUNK_BYTES))):
                 control.send_bytes(data, to, "a checkpoint file")
@@ -162,7 +151,7 @@ def receive_files(control: ControlChannel, source_rank: int, folder: Path, files
     for name, described in files.items():
         with suppress(OSError):
             (folder / name).unlink()  # of an attempt that was broken off
-        left = described["bytes"]
+        left = described.bytes
         while left:
             data = control.receive_bytes(source_rank, "a checkpoint file")
             left -= len(data)
@@ -181,7 +170,7 @@ def receive_files(control: ControlChannel, source_rank: int, folder: Path, files
 def write_manifest(checkpoint: Checkpoint) -> None:
     """Write a checkpoint's manifest, and bring it and the names of its files to disk; raises OSError."""
     with open_file(checkpoint.path, MANIFEST, "wb") as file:
-        file.write(json.dumps({"v": VERSION, **checkpoint.described()}, indent=1).encode() + b"\n")
+        file.write(json.dumps({"v": VERSION, **checkpoint.model_dump()}, indent=1).encode() + b"\n")
     _fsync_and_hash(checkpoint.path / MANIFEST)
     fsync_folder(checkpoint.path)
 
@@ -193,9 +182,9 @@ def commit(unfinished: Path, checkpoint: Checkpoint, here: Iterable[str]) -> Non
     target, root = checkpoint.path, checkpoint.path.parent
     replaced = root / f".{target.name}.{_REPLACED}"
     for name in here:
-        if (unfinished / name).stat().st_size != checkpoint.files[name]["bytes"]:
+        if (unfinished / name).stat().st_size != checkpoint.files[name].bytes:
             raise OSError(None, f"{name} is incomplete here")
-    write_manifest(replace(checkpoint, path=unfinished))
+    write_manifest(checkpoint.model_copy(update={"path": unfinished}))
     if target.exists():  # of an attempt that was undone, or damaged
         remove_tree(replaced)
         target.rename(replaced)
@@ -221,16 +210,16 @@ def open_checkpoint(root: Path, step: int) -> Checkpoint:
         found = read_json_object(root.parent, path.relative_to(root.parent))
         if found.get("v") != VERSION:
             raise ValueError(f"version {found.get('v')!r:.40}, and this ddprun reads {VERSION}")
-        manifest = _Manifest.model_validate(found)
-        files, ranks = manifest.files, manifest.world_size
-        if manifest.step != step:
-            raise ValueError(f"it is of step {manifest.step}")
+        checkpoint = Checkpoint.model_validate({**found, "path": path.parent})
+        files, ranks = checkpoint.files, checkpoint.world_size
+        if checkpoint.step != step:
+            raise ValueError(f"it is of step {checkpoint.step}")
         # Two files of each rank, and two of all: nothing is allocated for ranks that do not exist.
         if ranks > len(files) // len(_FILE_SUFFIXES):
             raise ValueError(f"{len(files):,} files for {ranks} ranks")
         if missing := set(file_names(part_names(ranks))) - files.keys():
             raise ValueError(f"it has no {min(missing)}")
-    return Checkpoint(path.parent, **manifest.model_dump())
+        return checkpoint
 
 
 def verify(checkpoint: Checkpoint, names: Iterable[str]) -> None:
@@ -241,12 +230,12 @@ def verify(checkpoint: Checkpoint, names: Iterable[str]) -> None:
         path, described = checkpoint.path / name, checkpoint.files[name]
         with errors_naming(path), open_file(root, path.relative_to(root)) as file:
             size = os.fstat(file.fileno()).st_size
-            if size != described["bytes"]:
-                raise ValueError(f"{size:,} bytes instead of {described['bytes']:,}")
+            if size != described.bytes:
+                raise ValueError(f"{size:,} bytes instead of {described.bytes:,}")
             if size > memory_bytes:
                 raise ValueError(f"{size:,} bytes, which is more than this host's memory")
             digest = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]  # it has readinto
-            if digest.hexdigest() != described["sha256"]:
+            if digest.hexdigest() != described.sha256:
                 raise ValueError("not what was written: its SHA-256 differs")
 
 
@@ -314,12 +303,12 @@ def remove_tree(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def _fsync_and_hash(path: Path) -> dict[str, Any]:
+def _fsync_and_hash(path: Path) -> FileRecord:
     """Bring a file to disk; gives what the manifest says of it."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         os.fsync(file.fileno())
-        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": digest}
+        return FileRecord(bytes=os.fstat(file.fileno()).st_size, sha256=digest)
 
 
 def fsync_folder(folder: Path) -> None:

@@ -13,11 +13,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
+from pydantic import BaseModel
 
 from ddprun.checkpoint import folder
 from ddprun.checkpoint.codec import EncodedState
@@ -51,15 +52,14 @@ class _Job:
     enqueued_ns: int = field(default_factory=time.monotonic_ns)
 
 
-@dataclass(frozen=True, slots=True)
-class _Report:
+class _Report(BaseModel, frozen=True):
     """What became of one rank's parts of a checkpoint; as rank 0's verdict, of the whole checkpoint."""
 
     problem: str | None = None
     skipped: bool = False
-    files: FileRecords = field(default_factory=dict)
+    files: FileRecords = {}
     nonfinite: str | None = None
-    held: dict[int, list[str]] = field(default_factory=dict)  # of a verdict: what each leader's folder has
+    held: dict[int, list[str]] = {}  # of a verdict: what each leader's folder has
 
 
 @dataclass(eq=False)
@@ -196,7 +196,7 @@ class CheckpointWriter:
         if job.staged is not None:
             job.staged.wait()
         if job.skipped is not None:
-            self._report_to_rank_0(job, "part", _Report(job.skipped, skipped=True))
+            self._report_to_rank_0(job, "part", _Report(problem=job.skipped, skipped=True))
             self.after_write(job.enqueued_ns, False)
             return
         self.before_write()
@@ -207,11 +207,11 @@ class CheckpointWriter:
             found = [self.find_nonfinite(state) for state in job.parts.values()]
             report = _Report(files=files, nonfinite=folder.most_severe_nonfinite(found))
         except Exception as error:  # such as too little memory: rank 0 need not wait for this rank
-            report = _Report(self._cannot_write(error))
+            report = _Report(problem=self._cannot_write(error))
         self._report_to_rank_0(job, "part", report)
 
     def _report_to_rank_0(self, job: _Job, phase: str, report: _Report) -> None:
-        self.store.set(f"{job.number}/{phase}/{self.rank}", json.dumps(asdict(report)))
+        self.store.set(f"{job.number}/{phase}/{self.rank}", json.dumps(report.model_dump()))
 
     def _collect_reports(self, job: _Job, phase: str, ranks: Iterable[int]) -> list[_Report]:
         """On rank 0: what each of these ranks reports of a phase, or that it is late."""
@@ -223,7 +223,7 @@ class CheckpointWriter:
                 self.store.delete_key(key)
             else:
                 late = f"rank {rank} has not written its part within {self.timeout_s:g} s"
-                found.append(_Report(late))
+                found.append(_Report(problem=late))
         return found
 
     def _assemble(self, job: _Job, started: float) -> CheckpointOutcome:
@@ -232,7 +232,7 @@ class CheckpointWriter:
         if self.rank == 0:
             verdict = self._judge_reports(job)
             if self.control is not None:
-                self.store.set(key, json.dumps(asdict(verdict)))
+                self.store.set(key, json.dumps(verdict.model_dump()))
         else:
             if not _wait_until(partial(self.store.check, [key]), time.monotonic() + 2 * self.timeout_s):
                 raise TimeoutError
@@ -274,12 +274,16 @@ class CheckpointWriter:
         """On a leader: get what its folder lacks from other leaders, and name the checkpoint."""
         kept = self.location.files_kept()
         if self.control is not None:
-            held = {int(leader): names for leader, names in verdict.held.items()}
-            transfers = plan_transfers(kept, held)
+            transfers = plan_transfers(kept, verdict.held)
             run_transfers(self.control, self.rank, job.unfinished, transfers, verdict.files)
-        path, ranks = self.root / folder.checkpoint_name(job.step), len(self.location.leaders)
         checkpoint = Checkpoint(
-            path, job.step, ranks, verdict.files, verdict.nonfinite, len(kept), self.layout
+            path=self.root / folder.checkpoint_name(job.step),
+            step=job.step,
+            world_size=len(self.location.leaders),
+            nonfinite=verdict.nonfinite,
+            folders=len(kept),
+            layout=self.layout,
+            files=verdict.files,
         )
         folder.commit(job.unfinished, checkpoint, kept[self.rank])
         self._committed = job.number
@@ -287,7 +291,7 @@ class CheckpointWriter:
 
     def _share_problem(self, job: _Job, problem: str | None) -> str | None:
         """What has kept some leader from naming a checkpoint; rank 0 waits for all, and knows."""
-        self._report_to_rank_0(job, "named", _Report(problem))
+        self._report_to_rank_0(job, "named", _Report(problem=problem))
         if self.rank != 0:
             return problem
         found = self._collect_reports(job, "named", self.location.folders)

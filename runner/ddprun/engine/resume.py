@@ -212,7 +212,7 @@ def _assess_checkpoint(session: Session, location: CheckpointLocation, step: int
             held[leader] = [name for rank in location.members(leader) for name in of_ranks[rank].intact]
         manifest = of_ranks[leaders[0]].manifest
         assert manifest is not None
-        checkpoint = Checkpoint(location.root / folder.checkpoint_name(step), **manifest)
+        checkpoint = Checkpoint(path=location.root / folder.checkpoint_name(step), **manifest)
         intact = {name for names in held.values() for name in names}
         if missing := sorted(checkpoint.files.keys() - intact):
             reasons.append(f"no host has an intact copy of its {missing[0]}")
@@ -234,7 +234,7 @@ class _Share:
     """What one rank has found of a checkpoint, in its share of the files of a folder."""
 
     digest: str = ""  # of its manifest; empty: there is none that can be read
-    manifest: dict[str, Any] | None = None  # of a leader: what `Checkpoint` takes besides a path
+    manifest: dict[str, Any] | None = None  # of a leader: all of a `Checkpoint` but its path
     intact: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -256,7 +256,7 @@ def _verify_share(location: CheckpointLocation, step: int) -> _Share:
         except DamagedError as error:
             if checkpoint.folders == 1 or os.path.lexists(path / name):  # else another host may have it
                 problems.append(str(error))
-    manifest = checkpoint.described() if location.leads else None
+    manifest = checkpoint.model_dump() if location.leads else None
     return _Share(checkpoint.digest, manifest, intact, problems)
 
 
