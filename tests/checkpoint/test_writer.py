@@ -33,7 +33,7 @@ RANKS = 3
 def writers(root: Path, hold: threading.Event | None = None, **changes: Any) -> list[CheckpointWriter]:
     store = dist.HashStore()
     settings: dict[str, Any] = {"token": "t", "layout": "", "keep": 2, "control": None, "timeout_s": 30.0}
-    settings |= changes
+    settings |= {"every": 0, **changes}
     slow: dict[str, Any] = {"before_write": hold.wait} if hold is not None else {}
     places = [CheckpointLocation(root, rank, (0,) * RANKS) for rank in range(RANKS)]
     return [
@@ -180,6 +180,7 @@ def on_three_hosts(root: Path) -> list[str | None]:
     place = CheckpointLocation(disk, rank, HOSTS)
     over = threading.Semaphore(0)
     settings: dict[str, Any] = {"token": "t", "layout": "", "keep": 1, "control": control, "timeout_s": 20.0}
+    settings["every"] = 0
     writer = CheckpointWriter(place, ranks.store, after_write=lambda _, __: over.release(), **settings)
     if rank == 2:  # a folder in the place of a file of the host before it
         unfinished = folder.unfinished_path(disk, 10, "t-0")

@@ -72,6 +72,7 @@ class CheckpointWriter:
     token: str  # of this attempt at the run; the same on all ranks
     layout: str  # of hooks' state, for manifests
     keep: int  # how many checkpoints are kept
+    every: int  # steps of the run from one to the next; 0: only those that are asked for
     control: ControlChannel | None  # for these threads alone; None if all ranks see one folder
     timeout_s: float  # how long a rank waits for what another one has to write
     # Called on the writing thread. before_write: ahead of each checkpoint. after_write: when a checkpoint is

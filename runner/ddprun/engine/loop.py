@@ -499,7 +499,8 @@ def end_step_and_read_messages(run: StageRun, exchanged: bool) -> list[AgreedSte
     )
     step = session.state.step
     pauses = runtime.profiler.toggles_before(step + 1) or runtime.time_slices.ends_after(step)
-    pauses = pauses or session.checkpoint_is_due or session.memory_checkpoint_is_due
+    pauses = pauses or session.checkpoint_is_due(runtime.checkpoints)
+    pauses = pauses or session.checkpoint_is_due(runtime.memory_checkpoints)
     needs_this_step = pauses or run.evaluation_is_due
     needs_this_step = needs_this_step or run.settings.plan.round is not None  # the next one may be long
     if needs_this_step or any(one.checkpoint or one.compare_clocks for one in agreed_steps):
@@ -532,9 +533,9 @@ def act_on_messages(
         with excluded_from_timing(run, b"evaluate"):
             if not evaluate_in_stage(run):  # first: a checkpoint holds its outcome
                 return "stopped"
-    if requested or session.checkpoint_is_due:
+    if requested or session.checkpoint_is_due(runtime.checkpoints):
         take_checkpoint(session, requested=requested)
-    if session.memory_checkpoint_is_due:
+    if session.checkpoint_is_due(runtime.memory_checkpoints):
         take_checkpoint(session, in_memory=True)
     report_checkpoints(session)
     session.reporter.report_choices(step, run.choosing_hooks)

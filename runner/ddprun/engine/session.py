@@ -218,16 +218,6 @@ class Session:
             results.values = {**(results.values or {}), **newest.mean_values} or None
         self.reporter.progress(agreed_steps, self.state.step)
 
-    @property
-    def checkpoint_is_due(self) -> bool:
-        """Whether one is taken after this step of the run; the same on all ranks."""
-        every = self.runtime.loaded.pipeline.checkpoint.every
-        return self.runtime.checkpoints is not None and is_due(every, self.state.step)
-
-    @property
-    def memory_checkpoint_is_due(self) -> bool:
-        """Whether one is taken in memory after this step; the same on all ranks. The newest one is complete
-        before the next is taken, so a failure costs the steps between two of them twice.
-        """
-        every = self.runtime.loaded.pipeline.checkpoint.memory_every
-        return self.runtime.memory_checkpoints is not None and is_due(max(every // 2, 1), self.state.step)
+    def checkpoint_is_due(self, writer: CheckpointWriter | None) -> bool:
+        """Whether it takes one after this step of the run; the same on all ranks."""
+        return writer is not None and is_due(writer.every, self.state.step)

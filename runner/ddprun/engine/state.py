@@ -198,14 +198,16 @@ def find_locations(runtime: RunComponents, leaders: tuple[int, ...]) -> list[Che
 
 def open_writer(runtime: RunComponents, location: CheckpointLocation, token: str) -> CheckpointWriter:
     """What writes the run's checkpoints in a location; `token` is of this attempt, equal on all ranks."""
-    pipeline, initially_nonfinite = runtime.loaded.pipeline, runtime.finite_check.initially_nonfinite
-    timeout_s, apart = pipeline.launch.timeout_s, len(location.folders) > 1
+    initially_nonfinite, wanted = runtime.finite_check.initially_nonfinite, runtime.loaded.pipeline.checkpoint
+    timeout_s, apart = runtime.loaded.pipeline.launch.timeout_s, len(location.folders) > 1
     writer = CheckpointWriter(
         location,
         runtime.ranks.store,
         token=token,
         layout=hook_state_partitioning(runtime),
-        keep=1 if location.in_memory else pipeline.checkpoint.keep,
+        keep=1 if location.in_memory else wanted.keep,
+        # In memory: a failure before the newest is complete costs the steps since the one before it.
+        every=max(wanted.memory_every // 2, 1) if location.in_memory else wanted.every,
         control=open_control_channel(timedelta(seconds=timeout_s)) if apart else None,
         timeout_s=timeout_s,
         before_write=runtime.records.writer.flush,
