@@ -199,7 +199,7 @@ class StepMarks:
         # A hook of a parameter would stay.
         for tensor in [output] if isinstance(output, Tensor) else tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                tensor.register_hook(self._output_has_gradient)  # type: ignore[no-untyped-call]
+                tensor.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if isinstance(loss, Tensor) and not loss.dim():
             self.note_loss(loss)
@@ -239,10 +239,7 @@ class StepMarks:
             self._pause_before_step()
         self._watchdog.set_phase(b"evaluate")
 
-    def _output_has_gradient(self, _: Tensor) -> None:
-        self._backward_begins()
-
-    def _backward_begins(self) -> None:
+    def _backward_begins(self, *_: Tensor) -> None:
         outside = torch._C._current_graph_task_id() < 0  # `Join` sends zeros for a rank without data
         if self._in_backward or outside:
             return
