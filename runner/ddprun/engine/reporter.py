@@ -118,7 +118,6 @@ class Reporter:
     def begin_stage(self, name: str, steps: int | None, *, steps_before: int, step: int) -> None:
         """A stage of so many steps begins, after `steps_before` of the run, or is resumed after `step`."""
         self._steps_before_stage, self._resumed_at, self._started = steps_before, step, time.monotonic()
-        self._newest: AgreedSteps | None = None
         self._shown = self._overflows = 0
         self._straggler = None
         self.screen.begin(name, steps, steps_before)
@@ -135,14 +134,13 @@ class Reporter:
             if one.straggler_changed:
                 self._report_straggler(one.steps[-1], one.straggler)
         if agreed_steps:
-            self._newest = agreed_steps[-1]
-            self.show_step(self._newest.steps[-1] - self._steps_before_stage, step)
+            self.show_step(agreed_steps[-1].steps[-1] - self._steps_before_stage, step)
 
     def show_step(self, done: int, step: int) -> None:
         """Show a step, after `done` of the stage and `step` of the run."""
         done = self._shown = max(done, self._shown)
         rate = (step - self._resumed_at) / (time.monotonic() - self._started)
-        self.screen.step(done, self._newest, self._recorder.own_loss, rate)
+        self.screen.step(done, self._recorder.agreed, self._recorder.own_loss, rate)
 
     def report_choices(self, step: int, hooks: Sequence[Hook]) -> None:
         """Report what hooks have chosen for buckets up to a step, where it has changed."""

@@ -201,7 +201,7 @@ class StepRecorder:
         self.totals = dict.fromkeys(TOTALS, 0)
         self.value_names: Sequence[str] = ()  # of the numbers beside the loss; the same on all ranks
         self._turns: Sequence[int] = (0,)  # as in `loss_of`
-        self._agreed: AgreedSteps | None = None  # the newest of the stage
+        self.agreed: AgreedSteps | None = None  # the newest of the stage
         self.own_loss = math.nan  # this rank's mean loss in the newest resolved step
         self.first_nonfinite_loss: tuple[int, float] | None = None  # the step, and this rank's loss in it
         self._bucket_numbers: Sequence[range] = ()  # of the gradient buckets of each turn of the stage
@@ -221,7 +221,7 @@ class StepRecorder:
         ranks exchange, by the bucket's number, in the order in which backward fills them. `losses`: of its
         turns, by their names in `value_names`; none: the stage has one loss.
         """
-        self._turns, self._agreed = [1 + self.value_names.index(name) for name in losses] or (0,), None
+        self._turns, self.agreed = [1 + self.value_names.index(name) for name in losses] or (0,), None
         self._bucket_numbers = [range(min(params), max(params) + 1) for params in turns if params]
         self.steps_per_post, self._steps_since_post = 1, 0
         params = {number: names for params in turns for number, names in params.items()}
@@ -553,10 +553,10 @@ class StepRecorder:
             if messages is not None and self.on_messages is not None:
                 self.on_messages(pending.own.steps, messages)
             if messages is not None:
-                names, turns, before = self.value_names, self._turns, self._agreed
+                names, turns, before = self.value_names, self._turns, self.agreed
                 newest = combine_messages(pending.own, messages, means, names, turns, self.stragglers, before)
             if newest is not None:
-                self._agreed = newest
+                self.agreed = newest
                 agreed_steps.append(newest)
         return agreed_steps
 
