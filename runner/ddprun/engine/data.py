@@ -156,14 +156,9 @@ class Feed:
         return self.epoch + (self._consumed_samples > 0)
 
     @property
-    def at_epoch_end(self) -> bool:
-        """Whether the last step has used up an epoch of map-style data."""
-        return not self.iterable and self._consumed_samples > 0 and not self._samples_left()
-
-    @property
     def mid_epoch(self) -> bool:
         """Whether an epoch of map-style data has begun and is not used up."""
-        return not self.iterable and self._consumed_samples > 0 and not self.at_epoch_end
+        return not self.iterable and self._consumed_samples > 0 and self._samples_left() > 0
 
     def set_shares(self, shares: Sequence[int], local_batch: int | None = None) -> None:
         """Have each rank take so many samples of a full micro-batch, from the next step on; none: as many

@@ -92,7 +92,8 @@ class StageActions:
 
     def begin(self) -> Iterator[Action]:
         """Before the first step."""
-        if self.replicas.needs_state_averaging(self.settings.plan):
+        # Equal gradients keep ranks equal only if their optimizers' state is.
+        if self.settings.plan.gradients is not None and self.replicas.optimizer != "common":
             yield EqualizeState("optimizer")
             self.replicas.optimizer = "common"
         yield from self._mutate(0)
@@ -134,7 +135,9 @@ class StageActions:
         if names := self.buffers.after_step(step, synchronized=synchronized):
             yield SendBuffers(names)
         audits = is_due(self.pipeline.audit.every, step)
-        if audits or self._compares_first_step:
+        # Also after the first step in this attempt that leaves ranks the same.
+        first = not self.compared and plan.changes_weights and self.replicas.parameters != "apart"
+        if audits or first:
             yield Audit(recorded=audits)
             self.compared = True
         if synchronized and step != self.steps:  # after the last step no other would use it
@@ -163,13 +166,6 @@ class StageActions:
                 yield "compare frozen"
             yield from _equalize_averages(replicas, None)
         yield Audit(recorded=effect == "common", at_end=True)
-
-    @property
-    def _compares_first_step(self) -> bool:
-        """Whether this is the first step in this attempt that leaves ranks the same."""
-        if self.compared:
-            return False
-        return self.settings.plan.changes_weights and self.replicas.parameters != "apart"
 
     def _apply(self, effect: Effect) -> None:
         self.replicas.apply_effect(effect, self.settings.plan, noop=self.settings.uses_noop)

@@ -272,15 +272,10 @@ class BufferPlan:
             return self.changing
         return ()
 
-    @property
-    def has_own_schedule(self) -> bool:
-        """Ranks exchange buffers at steps of their own, whatever the sync policy does."""
-        return self.setting.when in ("every_forward", "every") and bool(self.names)
-
     def synchronizes(self, step: int) -> bool:
         """Whether ranks exchange buffers in this step, whatever the sync policy does."""
         every = 1 if self.setting.when == "every_forward" else self.setting.every
-        return self.has_own_schedule and is_due(every, step)
+        return bool(self.names) and is_due(every, step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,12 +378,6 @@ class ReplicaConsistency:
             self.optimizer = "common"
         elif plan.gradients != "all" or self.parameters != "common":
             self.optimizer = "apart"  # weight decay makes momentum of weights
-
-    def needs_state_averaging(self, plan: SyncPlan) -> bool:
-        """Whether the optimizer's state must be averaged before ranks exchange gradients by this plan: equal
-        gradients keep ranks equal only if their optimizers' state is.
-        """
-        return plan.gradients is not None and self.optimizer != "common"
 
 
 def _consistency_after(before: Consistency, effect: Effect) -> Consistency:
