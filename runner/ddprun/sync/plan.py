@@ -369,25 +369,18 @@ class ReplicaConsistency:
         """A step or stage had this effect on the parameters; `noop`: hooks return each rank's own."""
         noop = noop and plan.uses_hooks
         state_is_averaged = any(one.what == "optimizer" and one.among == "all" for one in plan.transfers)
-        self.parameters = _consistency_after(self.parameters, effect)
         if noop and effect != "nothing":
             self.parameters = "apart"
+        elif effect == "hosts_apart":
+            self.parameters = "apart" if self.parameters == "apart" else "host"
+        elif effect != "nothing":
+            self.parameters = effect
         if noop and plan.gradients:
             self.parameters = self.optimizer = "apart"
         elif effect == "common" and state_is_averaged and not noop:
             self.optimizer = "common"
         elif plan.gradients != "all" or self.parameters != "common":
             self.optimizer = "apart"  # weight decay makes momentum of weights
-
-
-def _consistency_after(before: Consistency, effect: Effect) -> Consistency:
-    match effect:
-        case "nothing":
-            return before
-        case "hosts_apart":
-            return "apart" if before == "apart" else "host"
-        case _:
-            return effect
 
 
 OptimizerStateMode = Literal["local", "average"]
