@@ -69,24 +69,21 @@ class Precision:
     """
 
     def __init__(self, name: str, device: torch.device, *, channels_last: bool = False) -> None:
-        self.name, self.device, self._channels_last = name, device, channels_last
-        self.pure = name.startswith("pure_")
+        self.device, self._channels_last = device, channels_last
+        pure, half = name.startswith("pure_"), _HALF.get(name.removeprefix("pure_"))
+        # What the model's floating-point parameters become; None leaves them as they are.
+        self.parameter_dtype = half if pure else None
+        self._autocast_dtype = None if pure else half
         # A half-precision loss passes its own scale on as a gradient, and fp16 ends below torch's 2^16.
-        first_scale = 2.0**15 if self.pure else 2.0**16
-        self.scaler = Scaler(device.type, first_scale) if name in ("fp16", "pure_fp16") else None
-        self._half_dtype = _HALF.get(name.removeprefix("pure_"))
+        first_scale = 2.0**15 if pure else 2.0**16
+        self.scaler = Scaler(device.type, first_scale) if half == torch.float16 else None
         self._copy_stream = CopyStream(Gpu(device)) if device.type == "cuda" else None
-
-    @property
-    def parameter_dtype(self) -> torch.dtype | None:
-        """What the model's floating-point parameters become; None leaves them as they are."""
-        return self._half_dtype if self.pure else None
 
     def autocast(self) -> AbstractContextManager[None]:
         """Around forward and loss; does nothing for `fp32`, nor where weights are half themselves."""
-        if self._half_dtype is None or self.pure:
+        if self._autocast_dtype is None:
             return nullcontext()
-        return torch.autocast(self.device.type, dtype=self._half_dtype)
+        return torch.autocast(self.device.type, dtype=self._autocast_dtype)
 
     def to_device(self, content: Any) -> Any:
         """Move a batch to the device, floats in the model's type and memory format; a GPU copies while it
@@ -102,8 +99,7 @@ class Precision:
             return tensor.to(self.device)
         images = self._channels_last and tensor.dim() == 4
         memory_format = torch.channels_last if images else torch.preserve_format
-        dtype = self._half_dtype if self.pure else tensor.dtype
-        return tensor.to(self.device, dtype, memory_format=memory_format)
+        return tensor.to(self.device, self.parameter_dtype or tensor.dtype, memory_format=memory_format)
 
     def loss_scale(self) -> Tensor | None:
         """The factor on the loss of this step, shape (); None where nothing is scaled."""
