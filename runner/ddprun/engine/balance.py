@@ -10,6 +10,7 @@ import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from statistics import median
 from typing import Any, cast
 
@@ -60,6 +61,7 @@ def share_out(weights: Sequence[float], total: int, most: int) -> Shares:
     return tuple(shares)
 
 
+@dataclass(eq=False)
 class Balance:
     """The ranks' shares from the next step on: fixed, those of an earlier run, or `by_speed`.
 
@@ -68,23 +70,17 @@ class Balance:
     more than the times scatter, and, after the first window, if the window before wanted about the same.
     """
 
-    def __init__(
-        self,
-        shares: Shares = (),
-        *,
-        speeds: Sequence[float] = (),
-        most: int = 0,
-        by_speed: bool = False,
-        replayed: Mapping[int, Shares] | None = None,
-        round_seconds: float | None = None,
-        local_batch: int | None = None,
-    ) -> None:
-        self.shares = shares  # samples of each rank in a full micro-batch; empty: no balance, equal shares
-        self._initial_shares = shares
-        self.speeds = speeds  # of each rank, in any unit; empty: not known
-        self.by_speed, self._most, self._replayed = by_speed, most, replayed or {}
-        self.local_batch = local_batch  # samples of a local update, of which a share has several; None: one
-        self._round_seconds = round_seconds  # how long a rank works in a round; None: that has a fixed size
+    shares: Shares = ()  # samples of each rank in a full micro-batch; empty: no balance, equal shares
+    _: KW_ONLY
+    speeds: Sequence[float] = ()  # of each rank, in any unit; empty: not known
+    most: int = 0  # that a share by speed may be
+    by_speed: bool = False
+    replayed: Mapping[int, Shares] | None = None  # those of an earlier run, by the first step with them
+    round_seconds: float | None = None  # how long a rank works in a round; None: that has a fixed size
+    local_batch: int | None = None  # samples of a local update, of which a share has several; None: one
+
+    def __post_init__(self) -> None:
+        self._initial_shares = self.shares
         self._wanted: list[int] | None = None  # the change of shares that the window before wanted
         self._first_window = True
         self._measure_from = 0
@@ -122,7 +118,7 @@ class Balance:
     def changes_after(self, step: int) -> bool:
         """Whether there are other shares from the next step on; alike on all ranks."""
         before = self.shares
-        if self._replayed:
+        if self.replayed:
             self._replay(step + 1)
         elif self.by_speed and self._window_is_full:
             self._judge()
@@ -136,9 +132,9 @@ class Balance:
         self._measure_from = step + 1 + (_LEFT_OUT if self.local_batch is None else _ROUNDS_LEFT_OUT)
 
     def _replay(self, step: int) -> None:
-        if self._replayed:
-            firsts = sorted(self._replayed)
-            self.shares = self._replayed[firsts[max(0, bisect_right(firsts, step) - 1)]]
+        if self.replayed:
+            firsts = sorted(self.replayed)
+            self.shares = self.replayed[firsts[max(0, bisect_right(firsts, step) - 1)]]
 
     @property
     def _window_is_full(self) -> bool:
@@ -154,9 +150,9 @@ class Balance:
         error = max(_median_error(one, us) for one, us in zip(of_ranks, busy, strict=True))
         own = [max(1, share) for share in self.shares]  # a rank without a sample computes along on one
         speeds = [share / us for share, us in zip(own, busy, strict=True)]
-        unit, seconds = self.local_batch or 1, self._round_seconds
+        unit, seconds = self.local_batch or 1, self.round_seconds
         if seconds is None:
-            shares = share_out(speeds, sum(self.shares) // unit, self._most // unit)
+            shares = share_out(speeds, sum(self.shares) // unit, self.most // unit)
         else:
             shares = tuple(max(1, int(seconds * 1e6 * speed / unit)) for speed in speeds)
         shares = tuple(share * unit for share in shares)
@@ -183,8 +179,8 @@ class Balance:
         shares = tuple(state["shares"])
         same = self.by_speed and len(shares) == len(self.shares)
         same = same and not any(share % (self.local_batch or 1) for share in shares)
-        if self._round_seconds is None:
-            same = same and sum(shares) == sum(self.shares) and max(shares) <= self._most
+        if self.round_seconds is None:
+            same = same and sum(shares) == sum(self.shares) and max(shares) <= self.most
         if same:
             self.shares, self.speeds, self._first_window = shares, state["speeds"], state["first_window"]
 
