@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from ddprun_hooks.comm.gpu import Gpu
+from ddprun_hooks.comm.gpu import GpuStreams
 from ddprun_hooks.comm.trace import now_us
 
 
@@ -46,7 +46,7 @@ class FakeEvent:
         return (other.us - self.us) / 1000
 
 
-class FakeGpu(Gpu):
+class FakeGpu(GpuStreams):
     """`clock` gives the device's time, in microseconds."""
 
     def __init__(self, clock: Callable[[], float] = lambda: float(now_us())) -> None:

@@ -44,14 +44,14 @@ class DdpCommHook(Hook):
 
     async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
         payload.tensor.mul_(comm.size)  # such a hook divides by itself
-        group = _RequestGroup(comm.rank, comm.size)
+        group = _QueueingGroup(comm.rank, comm.size)
         if self.state is not None:
             self.state.process_group = group
         try:
-            mean = self.hook(group if self.state is None else self.state, _Bucket(payload))
+            mean = self.hook(group if self.state is None else self.state, _GradBucketStandIn(payload))
         except ExchangeError:
             raise
-        except Exception as error:  # such as what `_Bucket` or the group does not have
+        except Exception as error:  # such as what `_GradBucketStandIn` or the group does not have
             raise ExchangeError(f"the hook fails: {type(error).__name__}: {error}; {_ONLY}") from error
         while group.requests and not mean.done():
             tensor, future = group.requests.popleft()
@@ -64,7 +64,7 @@ class DdpCommHook(Hook):
         return result
 
 
-class _Bucket:
+class _GradBucketStandIn:
     """What such a hook sees of `dist.GradBucket`."""
 
     def __init__(self, payload: Payload) -> None:
@@ -83,7 +83,7 @@ class _Bucket:
         return [param.of(self._buffer).view(param.shape) for param in self._payload.params]
 
 
-class _RequestGroup(dist.ProcessGroup):
+class _QueueingGroup(dist.ProcessGroup):
     """Keeps the all-reduces that it is asked for, each with the future of its result."""
 
     def __init__(self, rank: int, size: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ddprun_hooks.buckets import TensorBuckets
 from ddprun_hooks.comm import groups
 from ddprun_hooks.comm.control import ControlChannel
-from ddprun_hooks.comm.gpu import Gpu
+from ddprun_hooks.comm.gpu import GpuStreams
 from ddprun_hooks.comm.observer import NULL_OBSERVER, CollectiveObserver, observed_wait
 from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.payload import Payload
@@ -59,7 +59,7 @@ class Exchange:
         queues need. Raises HookSetupError if the ranks do not lie as a stack needs them, or for shared memory
         on a GPU.
         """
-        gpu = Gpu(device) if device.type == "cuda" else None
+        gpu = GpuStreams(device) if device.type == "cuda" else None
         groups.check_shared_memory_device(device, [*gradients, *deltas, *plain])
         for requirements in (gradients, deltas, plain):  # before the groups of the first queue are made
             groups.check_placement(placement, requirements)

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from ddprun_hooks.comm.gpu import Gpu, StreamTimestamp
+from ddprun_hooks.comm.gpu import GpuStreams, StreamTimestamp
 from ddprun_hooks.comm.groups import CollectiveRequest, RankGroup
 from ddprun_hooks.comm.observer import CollectiveHandle
 from ddprun_hooks.comm.trace import BucketTrace, CollectiveTrace, HookSpan, now_us
@@ -275,7 +275,7 @@ class StreamQueue:
     NCCL nothing here waits on the host; with Gloo (several ranks on one GPU) each collective does.
     """
 
-    def __init__(self, world: RankGroup, gpu: Gpu) -> None:
+    def __init__(self, world: RankGroup, gpu: GpuStreams) -> None:
         self.world = world
         self.error: BaseException | None = None
         self.detailed_timing = True  # timestamps of hooks and collectives; else only ready and done

@@ -88,7 +88,7 @@ class Handle(BucketDispatcher):
 
     def _send(self, buffer: Tensor, layout: BucketLayout, stack: Stack) -> torch.futures.Future[Tensor]:
         if layout.index == 0:
-            self._begin_backward(buffer.device)
+            self._on_first_bucket(buffer.device)
         future = super()._send(buffer, layout, stack)
         scale = self._loss_scale
         if scale is None:
@@ -100,7 +100,8 @@ class Handle(BucketDispatcher):
             means = {name: mean / scale for name, mean in means.items()}
         super()._take_back(means)
 
-    def _begin_backward(self, device: torch.device) -> None:
+    def _on_first_bucket(self, device: torch.device) -> None:
+        """Warn of overflows in earlier passes, end the step before, and begin the next one."""
         if self.on_backward is not None:
             self.on_backward()
         if self.warns_of_overflow:

@@ -152,7 +152,7 @@ def test_how_soon_a_loss_is_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert learning.samples_until_loss(run, late, samples // 2) is None
     lucky = {1: 0.1, 50: 0.1}
     curve = [(10 * step, lucky.get(step, 2.0 - 0.01 * step), 10) for step in range(1, 101)]
-    monkeypatch.setattr(learning, "_loss_history", lambda _: curve)
+    monkeypatch.setattr(learning, "_losses_by_samples_seen", lambda _: curve)
     assert learning.samples_until_loss(run, 1.2, 1000) == 850
 
 

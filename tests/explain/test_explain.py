@@ -279,11 +279,11 @@ def test_ranks_that_send_alike_are_simulated_once(
         simulated.append(representative_ranks(*args))
         return simulated[-1]
 
-    representative_ranks = traffic._representative_ranks
-    monkeypatch.setattr(traffic, "_representative_ranks", recorded)
+    representative_ranks = traffic._representative_rank_count
+    monkeypatch.setattr(traffic, "_representative_rank_count", recorded)
     few = explain(load(file), hosts=12, ranks_per_host=2)
     assert simulated[0] < few.world.ranks == 24
-    monkeypatch.setattr(traffic, "_representative_ranks", lambda *_: 24)
+    monkeypatch.setattr(traffic, "_representative_rank_count", lambda *_: 24)
     assert few.to_json_data() == explain(load(file), hosts=12, ranks_per_host=2).to_json_data()
 
 

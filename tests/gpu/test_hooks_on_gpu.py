@@ -12,7 +12,7 @@ from ddprun_hooks import Payload
 from ddprun_hooks.builtin.cast import find_overflow
 from ddprun_hooks.builtin.error_feedback import ErrorFeedback
 from ddprun_hooks.comm.control import open_control_channel
-from ddprun_hooks.comm.gpu import Gpu, StreamTimestamp
+from ddprun_hooks.comm.gpu import GpuStreams, StreamTimestamp
 from ddprun_hooks.comm.groups import RankPlacement
 from ddprun_hooks.comm.trace import BucketTrace, read_finding_codes
 from ddprun_hooks.exchange import Exchange
@@ -90,7 +90,7 @@ def test_what_a_cast_has_found_is_read_without_waiting_for_the_gpu(value: float,
     try:
         payload = Payload(own, (), "gradient", 0)
         payload.findings.extend(find_overflow("fp16", payload.tensor, total))
-        done = Gpu(torch.device("cuda", 0)).record_timestamp()
+        done = GpuStreams(torch.device("cuda", 0)).record_timestamp()
         done.event.synchronize()  # as the clock does, which reads the payload's last mark
         trace = BucketTrace("gradient", 0, ("fp16",), "float32", 1000, 4000, done, findings=payload.findings)
         read_finding_codes([trace])

@@ -19,7 +19,7 @@ from ddprun.engine.objective import Precision
 from ddprun.telemetry.clock import StreamClock
 from ddprun_hooks import Communicator, Payload
 from ddprun_hooks.comm.control import open_control_channel
-from ddprun_hooks.comm.gpu import CopyStream, Gpu, PinnedStaging
+from ddprun_hooks.comm.gpu import CopyStream, GpuStreams, PinnedStaging
 from ddprun_hooks.comm.groups import RankPlacement
 from ddprun_hooks.comm.trace import now_us
 from ddprun_hooks.exchange import Exchange
@@ -125,7 +125,7 @@ def overlapping() -> tuple[float, list[float], bool]:
     torch.cuda.set_device(0)
     dist.init_process_group("nccl")
     exchange, stack, device = open_lane([Slow(cycles_of(50))])
-    clock = StreamClock(Gpu(device))
+    clock = StreamClock(GpuStreams(device))
     for _ in range(2):  # the first one makes communicators
         traces: list[Any] = []
         tensors = [torch.zeros(1 << 16, device=device) for _ in range(4)]
@@ -191,7 +191,7 @@ def test_register_takes_nccl_and_does_not_wait_in_backward(figure: Figure) -> No
 
 
 def drift(seconds: float) -> tuple[list[float], list[int]]:
-    clock, errors, times = StreamClock(Gpu(torch.device("cuda", 0))), [], []
+    clock, errors, times = StreamClock(GpuStreams(torch.device("cuda", 0))), [], []
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         torch.cuda.synchronize()
@@ -222,7 +222,7 @@ def test_the_devices_clock_is_tied_to_the_hosts(figure: Figure) -> None:
 def waiting_streams(connections: int) -> float:
     """Milliseconds of the host for time to set the clock anew, while many streams wait for the device."""
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(connections)
-    gpu = Gpu(torch.device("cuda", 0))
+    gpu = GpuStreams(torch.device("cuda", 0))
     clock, streams = StreamClock(gpu), [gpu.new_stream(urgent=True) for _ in range(20)]
     cycles = cycles_of(300)
     torch.cuda.synchronize()
@@ -245,7 +245,7 @@ def test_the_clock_does_not_wait_behind_streams_that_wait(figure: Figure, connec
 
 
 def staged() -> tuple[float, float, bool]:
-    gpu = Gpu(torch.device("cuda", 0))
+    gpu = GpuStreams(torch.device("cuda", 0))
     staging, stalls, same = PinnedStaging(gpu), [], True
     weights = [torch.full((64 << 20,), float(index), device="cuda") for index in range(8)]  # 2 GiB
     for _ in range(2):  # the first one page-locks memory
@@ -274,7 +274,7 @@ def test_a_checkpoint_is_copied_while_the_host_goes_on(figure: Figure) -> None:
 
 
 def inputs() -> tuple[bool, bool, bool]:
-    gpu = Gpu(torch.device("cuda", 0))
+    gpu = GpuStreams(torch.device("cuda", 0))
     copies = CopyStream(gpu)
     given = torch.arange(1 << 20, dtype=torch.float32).pin_memory()
     copies.copy_to_gpu(given)
@@ -325,7 +325,7 @@ def test_loss_scaling_waits_once_a_step(kind: str) -> None:
 
 
 def event_costs() -> dict[str, float]:
-    gpu = Gpu(torch.device("cuda", 0))
+    gpu = GpuStreams(torch.device("cuda", 0))
     clock = StreamClock(gpu)
 
     def each(act: Callable[[], Any], count: int = 2000) -> float:

@@ -231,7 +231,7 @@ def reads_as_on_a_device() -> tuple[int, list[str]]:
         trace.findings += [Finding("bf16", torch.tensor(0)), Finding("fp16", lost)]
     with warnings.catch_warnings(record=True) as caught, Reads() as reads:
         warnings.simplefilter("always")
-        handle._begin_backward(torch.device("cpu"))
+        handle._on_first_bucket(torch.device("cpu"))
     return reads.count, [str(warning.message).replace(f"bucket {lossy} ", "bucket ") for warning in caught]
 
 

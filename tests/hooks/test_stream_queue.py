@@ -151,7 +151,7 @@ def test_rounds_have_groups_of_their_own_where_nccl_keeps_one_order(
     monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
     if order is not None:
         monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", order)
-    monkeypatch.setattr(exchange_module, "Gpu", lambda device: FakeGpu())
+    monkeypatch.setattr(exchange_module, "GpuStreams", lambda device: FakeGpu())
     monkeypatch.setattr(exchange_module, "_high_priority_nccl_options", lambda timeout: "urgent")
     monkeypatch.setattr(dist, "new_group", new_group)
     control: Any = SimpleNamespace(all_gather_bytes=None)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddprun.host import network
-from ddprun.launch.launcher import inherited_overrides, overrides_variable
+from ddprun.launch.launcher import overrides_variable, take_inherited_overrides
 from tests.ranks import Running, ddprun
 
 
@@ -143,9 +143,9 @@ def test_overrides_are_passed_on_once(monkeypatch: pytest.MonkeyPatch) -> None:
     before = dict(os.environ)
     for name, value in overrides_variable(overrides).items():
         monkeypatch.setenv(name, value)
-    assert inherited_overrides() == tuple(overrides)
+    assert take_inherited_overrides() == tuple(overrides)
     assert os.environ == before
-    assert inherited_overrides() == ()
+    assert take_inherited_overrides() == ()
 
 
 def test_a_rendezvous_answers_or_does_not() -> None:

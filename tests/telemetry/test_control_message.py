@@ -23,8 +23,8 @@ from ddprun.telemetry.control_message import (
     STOP,
     SYNC_READY_AT,
     US_AT,
-    Accumulator,
     HookOverflow,
+    MessageAccumulator,
     OwnMessages,
     empty_messages,
     find_overflow,
@@ -71,16 +71,16 @@ class Messages(NamedTuple):
     about: list[Message]
     numbers: FloatArray  # a row for each
     losses: FloatArray  # of each, the sum and what it is over
-    left: Accumulator
+    left: MessageAccumulator
 
 
 def messages_of(steps: Sequence[MadeStep], lengths: Sequence[int], buckets: int = 3) -> Messages:
     """The messages about steps of which so many are resolved together."""
-    messages, accumulator, first = list[Message](), Accumulator(), 0
+    messages, accumulator, first = list[Message](), MessageAccumulator(), 0
     numbers, losses = list[FloatArray](), list[FloatArray]()
     for length in lengths:
         resolved = resolve_steps(steps_of(steps[first : first + length]), Clock(), every=1)
-        own = accumulator.make_messages(resolved, turns=[range(buckets)], offset_us=OFFSET_US)
+        own = accumulator.add_and_make_messages(resolved, turns=[range(buckets)], offset_us=OFFSET_US)
         messages += [
             Message(step, first + row, own.findings.get(place, ()))
             for place, (step, row) in enumerate(zip(own.steps, own.rows, strict=True))
@@ -92,7 +92,7 @@ def messages_of(steps: Sequence[MadeStep], lengths: Sequence[int], buckets: int 
     return Messages(messages, np.concatenate(numbers), np.concatenate(losses), accumulator)
 
 
-def left_over(accumulator: Accumulator) -> list[object]:
+def left_over(accumulator: MessageAccumulator) -> list[object]:
     """All that an accumulator has added up."""
     return [
         accumulator.sums.tolist(),
@@ -177,7 +177,7 @@ def test_findings_that_are_empty_are_kept_too() -> None:
     assert [finding > 0 for finding in numbers[:, FINDING_AT]] == [False, True, False]
     assert left.traces_with_findings == []
     left.note_findings(steps[0].traces)
-    own = left.make_messages(
+    own = left.add_and_make_messages(
         resolve_steps(steps_of([step_of(4, 1)]), Clock(), every=1), turns=[], offset_us=0.0
     )
     assert own.findings == {0: steps[0].traces}
@@ -202,7 +202,7 @@ def test_what_hooks_have_found_is_read_at_once() -> None:
     made = steps_of(steps)
     with Reads() as reads:
         resolved = resolve_steps(made, Clock(), every=1)
-        own = Accumulator().make_messages(resolved, turns=[], offset_us=0.0)
+        own = MessageAccumulator().add_and_make_messages(resolved, turns=[], offset_us=0.0)
         findings = own.numbers[:, FINDING_AT].astype(int).tolist()
         overflown = [place for place, code in enumerate(findings) if code]
         found = [find_overflow([0, findings[place]], own.findings.get(place, ())) for place in overflown]
@@ -234,12 +234,12 @@ def test_adding_up_goes_on_from_a_checkpoint() -> None:
         "loss": [0.5, 2.0],
         "values": {"fit": [0.25, 2.0], "old": [0.5, 2.0]},
     }
-    both = Accumulator.from_state_dict(plain, ["fit", "old"])
+    both = MessageAccumulator.from_state_dict(plain, ["fit", "old"])
     assert both.state_dict(["fit", "old"]) == plain
-    now = Accumulator.from_state_dict(plain, ["new", "fit"])  # renamed, and in another order
+    now = MessageAccumulator.from_state_dict(plain, ["new", "fit"])  # renamed, and in another order
     assert now.values.tolist() == pytest.approx([0.5, math.nan, 0.25, 2.0, 0.0, 2.0], nan_ok=True)
-    before = Accumulator.from_state_dict(plain, [])
-    own = before.make_messages(
+    before = MessageAccumulator.from_state_dict(plain, [])
+    own = before.add_and_make_messages(
         resolve_steps(steps_of([step_of(10, 3)]), Clock(), every=1), turns=[], offset_us=0.0
     )
     (numbers,) = own.numbers

@@ -104,10 +104,10 @@ def test_a_policy_that_ignores_hooks_is_tried_once(tmp_path: Path) -> None:
     _, found = searched(tmp_path, text, TWO_HOSTS)
     names = [one.name for one in found if one.settings.sync.name == "gossip"]
     assert names == [f"sync={{gossip: {{every: {every}}}}}" for every in (2, 4, 8, 16, 32)]
-    assert {one.period for one in found if one.settings.sync.name == "gossip"} == {2, 4, 8, 16, 32}
+    assert {one.exchange_period for one in found if one.settings.sync.name == "gossip"} == {2, 4, 8, 16, 32}
     assert {one.lossiness for one in found if one.settings.sync.name == "gossip"} == {0}
     _, found = searched(tmp_path, text.replace("200", "40"), TWO_HOSTS)
-    assert {one.period for one in found if one.settings.sync.name == "gossip"} == {2, 4, 8}
+    assert {one.exchange_period for one in found if one.settings.sync.name == "gossip"} == {2, 4, 8}
     _, found = searched(tmp_path, text)
     assert "gossip" not in {one.settings.sync.name for one in found}
 
@@ -115,7 +115,11 @@ def test_a_policy_that_ignores_hooks_is_tried_once(tmp_path: Path) -> None:
 def test_the_outer_optimizer_of_sparseloco_is_tried(tmp_path: Path) -> None:
     """Beside the default one, which overlaps."""
     _, found = searched(tmp_path, "stages: [train: {steps: 200}]\n", hooks=[])
-    outer = [(one.period, one.settings.sync.options) for one in found if one.settings.sync.name == "diloco"]
+    outer = [
+        (one.exchange_period, one.settings.sync.options)
+        for one in found
+        if one.settings.sync.name == "diloco"
+    ]
     tried = [(every, options["outer_lr"], options["outer_momentum"]) for every, options in outer]
     assert sorted(one for one in tried if one[2] == 0) == [(8, 1.0, 0), (16, 1.0, 0), (32, 1.0, 0)]
     assert len(tried) == 6
@@ -124,7 +128,7 @@ def test_the_outer_optimizer_of_sparseloco_is_tried(tmp_path: Path) -> None:
 def test_periods_fit_the_stage(tmp_path: Path) -> None:
     """Ranks are to meet four times, or nobody sees what rare meetings do."""
     _, found = searched(tmp_path, "stages: [train: {steps: 40}]\n")
-    assert max(one.period for one in found) == 8
+    assert max(one.exchange_period for one in found) == 8
 
 
 def test_keys_are_changed_where_the_file_has_them(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ def test_a_round_has_the_best_of_each_kind(figures: Figures) -> None:
         "sync={local_sgd: {every: 8}}",
     ]
     short = next_candidates(file, entries, [], QualityFloors(), most=8, max_period=8)
-    assert all(one.candidate.period <= 8 for one in short)
+    assert all(one.candidate.exchange_period <= 8 for one in short)
     assert len(short) == 6
 
 
@@ -191,7 +191,7 @@ def test_what_fell_rules_out_what_loses_more(figures: Figures) -> None:
     for to_loss, goes_on in ((1.5, True), (0.9, False)):
         learned = figures.trial(4.0, to_loss=to_loss, changes={"sync": SYNC[1]})
         found = next_candidates(file, entries, [learned], QualityFloors(), most=8, max_period=32)
-        assert (32 in {one.candidate.period for one in found}) == goes_on
+        assert (32 in {one.candidate.exchange_period for one in found}) == goes_on
     held = figures.trial(2.1, changes={"hooks": ["int4"]})
     assert after(fell, held) == ["sync={local_sgd: {every: 2}}, hooks=[int8]"]
 

@@ -17,7 +17,7 @@ class StreamTimestamp:
 
     __slots__ = ("_event", "_gpu", "us")
 
-    def __init__(self, event: torch.cuda.Event, gpu: "Gpu") -> None:
+    def __init__(self, event: torch.cuda.Event, gpu: "GpuStreams") -> None:
         self._event: torch.cuda.Event | None = event
         self._gpu = gpu  # whose event it is
         self.us: int | None = None  # microseconds of this rank's monotonic clock, once it was read
@@ -42,7 +42,7 @@ class StreamTimestamp:
         self._gpu.give_back(event)
 
 
-class Gpu:
+class GpuStreams:
     """One GPU, as this rank uses it. Events are used again: making one costs more than recording it."""
 
     def __init__(self, device: torch.device) -> None:
@@ -138,7 +138,7 @@ class DeferredScalar:
 class CopyStream:
     """Copies from the host to a GPU on a stream of their own, beside what it computes."""
 
-    def __init__(self, gpu: Gpu) -> None:
+    def __init__(self, gpu: GpuStreams) -> None:
         self._gpu, self._stream = gpu, gpu.new_stream()
         self._moved: list[Tensor] = []
 
@@ -163,7 +163,7 @@ class CopyStream:
 class PinnedStaging:
     """Pinned memory through which tensors reach the host; kept, for pinning takes longer than copying."""
 
-    def __init__(self, gpu: Gpu) -> None:
+    def __init__(self, gpu: GpuStreams) -> None:
         self._gpu, self._stream, self._done = gpu, gpu.new_stream(), gpu.take_event()
         self._in_use_lock = threading.Lock()
         self._blocks: list[Tensor] = []

@@ -35,7 +35,7 @@ _METHOD_ALTERNATIVES_TEXT = (
 )
 
 
-class _OpenPlace(NamedTuple):
+class _AllowedNames(NamedTuple):
     """A module of a well-known package, and what in it may be named."""
 
     module: str
@@ -48,12 +48,12 @@ class _OpenPlace(NamedTuple):
         return self.module.partition(".")[0]
 
 
-def _open_places(
+def _allowed_names(
     module: str, pattern: str, what: str, *kinds: str, also: tuple[str, ...] = ()
-) -> list[_OpenPlace]:
+) -> list[_AllowedNames]:
     """`what` has this pattern in a module, and `also` in submodules of it, of which messages say nothing."""
     modules = [module, *(f"{module}.{submodule}" for submodule in also)]
-    return [_OpenPlace(place, pattern, f"{what} in {module}", kinds) for place in modules]
+    return [_AllowedNames(place, pattern, f"{what} in {module}", kinds) for place in modules]
 
 
 _MODULES = r"(?!((Uninitialized)?(Parameter|Buffer)|DataParallel|\w+Options)$)[A-Z]\w*"
@@ -67,28 +67,28 @@ _DATASETS = r"((Iterable|Tensor|Stack|Concat|Chain)?Dataset|Subset)"
 # All that may be named of well-known packages. What these classes and functions do with options is to
 # compute, and to fetch weights and data that the package itself knows; data pipes, wrappers of modules,
 # methods and everything elsewhere can do more.
-_OPEN_PLACES = (
-    *_open_places("torch.nn", _MODULES, "the modules", "model", "loss"),
-    *_open_places("torch.nn.functional", _LOSSES, "the losses", "loss", "metric"),
-    *_open_places("torch.optim", r"[A-Z]\w*", "the optimizers", "optimizer"),
-    *_open_places("torch.optim.lr_scheduler", _SCHEDULES, "the schedules", "schedule"),
-    *_open_places("torch.utils.data", _DATASETS, "the plain datasets", "data"),
-    *_open_places("torch.utils.data", _SAMPLERS, "the samplers", "sampler"),
-    *_open_places("torch.utils.data", "default_collate", "default_collate", "collate"),
-    *_open_places("torch", _DTYPES, "the types of tensors"),
-    *_open_places("torchvision.models", _MODELS, "the models", "model", also=_MODEL_FOLDERS),
+_ALLOWED_NAMES = (
+    *_allowed_names("torch.nn", _MODULES, "the modules", "model", "loss"),
+    *_allowed_names("torch.nn.functional", _LOSSES, "the losses", "loss", "metric"),
+    *_allowed_names("torch.optim", r"[A-Z]\w*", "the optimizers", "optimizer"),
+    *_allowed_names("torch.optim.lr_scheduler", _SCHEDULES, "the schedules", "schedule"),
+    *_allowed_names("torch.utils.data", _DATASETS, "the plain datasets", "data"),
+    *_allowed_names("torch.utils.data", _SAMPLERS, "the samplers", "sampler"),
+    *_allowed_names("torch.utils.data", "default_collate", "default_collate", "collate"),
+    *_allowed_names("torch", _DTYPES, "the types of tensors"),
+    *_allowed_names("torchvision.models", _MODELS, "the models", "model", also=_MODEL_FOLDERS),
     # LSUN unpickles a file that it finds among the images.
-    *_open_places("torchvision.datasets", r"(?!LSUN)[A-Z]\w*", "the datasets", "data"),
-    *_open_places("torchvision.ops", r"\w+_loss", "the losses", "loss", "metric"),
-    *_open_places("torchvision.transforms", _TRANSFORMS, "the transforms", "transform", also=("v2",)),
-    *_open_places("torchaudio.models", r"[A-Za-z]\w*", "the models", "model"),
-    *_open_places("torchaudio.transforms", r"[A-Z]\w*", "the transforms"),
-    *_open_places("timm", "create_model", "create_model", "model"),
-    *_open_places("numpy", _DTYPES, "the types of numbers"),
+    *_allowed_names("torchvision.datasets", r"(?!LSUN)[A-Z]\w*", "the datasets", "data"),
+    *_allowed_names("torchvision.ops", r"\w+_loss", "the losses", "loss", "metric"),
+    *_allowed_names("torchvision.transforms", _TRANSFORMS, "the transforms", "transform", also=("v2",)),
+    *_allowed_names("torchaudio.models", r"[A-Za-z]\w*", "the models", "model"),
+    *_allowed_names("torchaudio.transforms", r"[A-Z]\w*", "the transforms"),
+    *_allowed_names("timm", "create_model", "create_model", "model"),
+    *_allowed_names("numpy", _DTYPES, "the types of numbers"),
 )
 
 # Packages of which open places may be named and nothing else.
-WELL_KNOWN = frozenset(place.package for place in _OPEN_PLACES)
+WELL_KNOWN = frozenset(place.package for place in _ALLOWED_NAMES)
 
 
 class UntrustedError(ImportPathError):
@@ -287,7 +287,7 @@ def _is_of_kind(found: Any, expected: ExpectedObject) -> bool:
 def _well_known_refusal(name: str, kind: str) -> str | None:
     """Why something of a well-known package may not be named; None if it may."""
     root = name.partition(".")[0]
-    allowed = [place for place in _OPEN_PLACES if place.package == root and (not kind or kind in place.kinds)]
+    allowed = [one for one in _ALLOWED_NAMES if one.package == root and (not kind or kind in one.kinds)]
     if any(re.fullmatch(rf"{re.escape(place.module)}\.({place.name_pattern})", name) for place in allowed):
         return None
     if not allowed:
@@ -301,7 +301,7 @@ def _public_name(found: Any) -> str | None:
     if not isinstance(found, type | types.FunctionType):
         return None
     name, root = found.__name__, str(found.__module__).partition(".")[0]
-    for place in _OPEN_PLACES:
+    for place in _ALLOWED_NAMES:
         module = sys.modules.get(place.module)
         known = place.package == root and module is not None and vars(module).get(name) is found
         if known and re.fullmatch(place.name_pattern, name):

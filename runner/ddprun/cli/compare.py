@@ -149,7 +149,7 @@ def _print_and_write_report(sides: Sequence["VariantRuns"], folder: Path, seeds:
     click.echo(comparing.render(rows, form), nl=False)
     first_seeds = [(side.variant.name, side.digests[0]) for side in sides if side.digests]
     if first_seeds:
-        shown: list[blocks.Block] = [blocks.Table(*one) for one in comparing.tables(rows)]
+        shown: list[blocks.Block] = [blocks.Table(*one) for one in comparing.speed_and_learning_tables(rows)]
         if seeds > 1:
             shown.append(blocks.Text(_SEEDS_NOTE, "note"))
         page_path = folder / "report.html"

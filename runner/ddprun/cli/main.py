@@ -32,7 +32,7 @@ _RUN_COMMANDS = ("run", "resume")
 _PATH_VARIABLES = ("TMPDIR", "TEMP", "TMP", "TORCHELASTIC_ERROR_FILE")
 
 
-class _Commands(click.Group):
+class _RunByDefaultGroup(click.Group):
     """A group in which `ddprun pipeline.yaml` means `ddprun run pipeline.yaml`."""
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -66,7 +66,7 @@ class _Commands(click.Group):
 
 
 @click.group(
-    cls=_Commands,
+    cls=_RunByDefaultGroup,
     commands=[
         run.run,
         run.resume,

@@ -191,9 +191,9 @@ def _load_and_launch(
     run, `folder` is the folder of the original pipeline file, to which relative paths refer.
     """
     if LAUNCHED_VARIABLE in os.environ or TURNS_VARIABLE in os.environ:
-        from ddprun.launch.launcher import inherited_overrides
+        from ddprun.launch.launcher import take_inherited_overrides
 
-        overrides = (*inherited_overrides(), *overrides)
+        overrides = (*take_inherited_overrides(), *overrides)
     loaded = load(pipeline, overrides, folder)
     from ddprun import launch
 

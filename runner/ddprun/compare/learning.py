@@ -149,12 +149,12 @@ def loss_after(run: Run, samples: int) -> float | None:
     Each mean over ranks counts for all samples since the one before, so that all runs are compared over the
     same samples, however often their ranks exchange losses.
     """
-    return _mean_loss_between(_loss_history(run), samples * (1 - _LOSS_WINDOW_SHARE), samples)
+    return _mean_loss_between(_losses_by_samples_seen(run), samples * (1 - _LOSS_WINDOW_SHARE), samples)
 
 
 def samples_until_loss(run: Run, loss: float, samples: int) -> int | None:
     """After how many of `samples` the mean loss over a tenth of them is first at most `loss`; None: never."""
-    known, tenth = _loss_history(run), samples * _LOSS_WINDOW_SHARE
+    known, tenth = _losses_by_samples_seen(run), samples * _LOSS_WINDOW_SHARE
     for total, _, _ in known:
         if tenth <= total <= samples:
             mean = _mean_loss_between(known, total - tenth, total)
@@ -169,7 +169,7 @@ def _mean_loss_between(known: Sequence[tuple[int, float, int]], above: float, mo
     return sum(loss * own for loss, own in counted) / weights if weights else None
 
 
-def _loss_history(run: Run) -> list[tuple[int, float, int]]:
+def _losses_by_samples_seen(run: Run) -> list[tuple[int, float, int]]:
     """For each mean loss of all ranks: how many samples they had seen, the loss, and of how many it is."""
     seen, losses = Counter[int](), dict[int, float]()
     for rank in run.ranks:

@@ -413,7 +413,7 @@ def _uses_noop_hook(side: VariantRuns) -> bool:
     return any("noop" in sent.hooks for stage in stages for sent in stage.traffic)
 
 
-def tables(rows: Sequence[Row]) -> list[tuple[list[str], list[list[str]], str]]:
+def speed_and_learning_tables(rows: Sequence[Row]) -> list[tuple[list[str], list[list[str]], str]]:
     """What a reader wants of the rows, a table of speed and one of learning: heads, cells, and a caption."""
     speed = [[*(_cell(key, row) for key in _SPEED_COLUMNS), learning.overall_verdict(row)] for row in rows]
     turns = format_count(max(row["turns"] for row in rows), "turn")
@@ -432,7 +432,7 @@ def render(rows: Sequence[Row], form: str) -> str:
         writer.writerows(rows)
         return out.getvalue()
     lines: list[str] = []
-    for heads, cells, caption in tables(rows):
+    for heads, cells, caption in speed_and_learning_tables(rows):
         lines += [caption, ""]
         if form == "markdown":
             for row in (heads, ["---"] * len(heads), *cells):

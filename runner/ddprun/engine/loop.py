@@ -208,7 +208,7 @@ def train_turns(
     note_update(run, updates)
     for of_turns in zip(*results, strict=True):
         micro, loss = of_turns[0].micro, reduce(torch.add, [one.loss for one in of_turns])
-        values = mean_values(session, [one.values for one in of_turns])
+        values = mean_values_over_calls(session, [one.values for one in of_turns])
         runtime.recorder.note_loss(loss, micro.samples, micro.effective_weight, values)
     return any(update.applied for update in updates)
 
@@ -327,7 +327,7 @@ def forward_step(update: UpdateFunction | None, run: StageRun, batches: StepBatc
         update(model, closure)
     mean = torch.stack(losses).mean() if losses else torch.tensor(math.nan)
     samples, effective_weight = (micro.samples, micro.effective_weight) if losses else (0, 0)
-    recorder.note_loss(mean, samples, effective_weight, mean_values(session, values))
+    recorder.note_loss(mean, samples, effective_weight, mean_values_over_calls(session, values))
     recorder.lap("forward_us")
     if update is None:
         return
@@ -407,7 +407,7 @@ def loss_weight(session: Session, micro: MicroBatch, total: float) -> float:
     return micro.effective_weight * session.runtime.ranks.size / total if micro.effective_weight else 0.0
 
 
-def mean_values(session: Session, of_calls: Sequence[Mapping[str, Tensor]]) -> list[Tensor | None]:
+def mean_values_over_calls(session: Session, of_calls: Sequence[Mapping[str, Tensor]]) -> list[Tensor | None]:
     """The means over the calls of the model that have them, of the recorder's numbers."""
     found: list[Tensor | None] = []
     for name in session.runtime.recorder.value_names:

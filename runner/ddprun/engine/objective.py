@@ -26,7 +26,7 @@ from ddprun.parallel.ddp import DdpReplica, without_gradient
 from ddprun.sync.buffers import BufferUse, clone_buffers, load_buffers, probe_buffer_use
 from ddprun.units import abbreviated_list
 from ddprun_hooks.comm.control import ControlChannel
-from ddprun_hooks.comm.gpu import CopyStream, Gpu
+from ddprun_hooks.comm.gpu import CopyStream, GpuStreams
 
 _TARGETS_HINT = "write weight_by: {targets: {of: labels}}, with the key of the targets"
 
@@ -77,7 +77,7 @@ class Precision:
         # A half-precision loss passes its own scale on as a gradient, and fp16 ends below torch's 2^16.
         first_scale = 2.0**15 if pure else 2.0**16
         self.scaler = Scaler(device.type, first_scale) if half == torch.float16 else None
-        self._copy_stream = CopyStream(Gpu(device)) if device.type == "cuda" else None
+        self._copy_stream = CopyStream(GpuStreams(device)) if device.type == "cuda" else None
 
     def autocast(self) -> AbstractContextManager[None]:
         """Around forward and loss; does nothing for `fp32`, nor where weights are half themselves."""

@@ -26,7 +26,7 @@ from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.session import Session
 from ddprun.engine.state import StateError, hook_state_partitioning, restore
 from ddprun.sync.exchanger import can_be_averaged, mean_of, mean_optimizer_state
-from ddprun.telemetry.control_message import Accumulator
+from ddprun.telemetry.control_message import MessageAccumulator
 from ddprun.telemetry.steps import totals_of_other_ranks
 from ddprun.telemetry.writer import truncate_records
 
@@ -198,8 +198,10 @@ def _list_checkpoints(session: Session) -> list[tuple[int, CheckpointLocation]]:
 def _assess_checkpoint(session: Session, location: CheckpointLocation, step: int) -> _FoundCheckpoint | str:
     """Find out together whether a checkpoint is whole and finite; gives why it is not."""
     runtime = session.runtime
-    mine = _verify_share(location, step)
-    of_ranks = [_Share(**one) for one in runtime.ranks.gather(f"resume/{location.name}/{step}", asdict(mine))]
+    mine = _verify_own_files(location, step)
+    of_ranks = [
+        _OwnFiles(**one) for one in runtime.ranks.gather(f"resume/{location.name}/{step}", asdict(mine))
+    ]
     by_digest: dict[str, list[int]] = {}
     for leader in location.folders:
         members = location.members(leader)
@@ -230,7 +232,7 @@ def _assess_checkpoint(session: Session, location: CheckpointLocation, step: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Share:
+class _OwnFiles:
     """What one rank has found of a checkpoint, in its share of the files of a folder."""
 
     digest: str = ""  # of its manifest; empty: there is none that can be read
@@ -239,7 +241,7 @@ class _Share:
     problems: list[str] = field(default_factory=list)
 
 
-def _verify_share(location: CheckpointLocation, step: int) -> _Share:
+def _verify_own_files(location: CheckpointLocation, step: int) -> _OwnFiles:
     members = location.members(location.leaders[location.rank])
     share = members.index(location.rank)
     path = location.root / folder.checkpoint_name(step)
@@ -247,7 +249,7 @@ def _verify_share(location: CheckpointLocation, step: int) -> _Share:
         checkpoint = folder.open_checkpoint(location.root, step)
     except DamagedError as error:
         elsewhere = len(location.folders) > 1 and not os.path.lexists(path)
-        return _Share(problems=[] if elsewhere else [str(error)])
+        return _OwnFiles(problems=[] if elsewhere else [str(error)])
     intact, problems = list[str](), list[str]()
     for name in folder.file_names(folder.part_names(checkpoint.world_size)[share :: len(members)]):
         try:
@@ -257,7 +259,7 @@ def _verify_share(location: CheckpointLocation, step: int) -> _Share:
             if checkpoint.folders == 1 or os.path.lexists(path / name):  # else another host may have it
                 problems.append(str(error))
     manifest = checkpoint.model_dump() if location.leads else None
-    return _Share(checkpoint.digest, manifest, intact, problems)
+    return _OwnFiles(checkpoint.digest, manifest, intact, problems)
 
 
 def _set_aside(session: Session, location: CheckpointLocation, step: int, reason: str) -> None:
@@ -365,7 +367,7 @@ def _reshard_state(session: Session, shared: dict[str, Any], own: Sequence[dict[
     state["telemetry"] = {
         **own[0]["telemetry"],
         "totals": totals_of_other_ranks(totals, rank, ranks),
-        "round": Accumulator().state_dict([]),
+        "round": MessageAccumulator().state_dict([]),
     }
     seeding.seed_everything(loaded.pipeline.seed + rank + ranks * (1 + state["step"]))
     state["generators"] = seeding.generator_state(runtime.device)

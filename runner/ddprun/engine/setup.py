@@ -42,7 +42,7 @@ from ddprun.standard_streams import print_stderr
 from ddprun.sync.buffers import BufferSync, FrozenParameters, merge_buffer_use
 from ddprun.sync.exchanger import ParameterExchanger
 from ddprun.sync.plan import ReplicaConsistency
-from ddprun.sync.synchronizer import QueueRequirements, queue_requirements
+from ddprun.sync.synchronizer import GroupsByQueue, queue_requirements
 from ddprun.telemetry.clock import GradientTimes, clock_for
 from ddprun.telemetry.profile import Profiler
 from ddprun.telemetry.progress import screen_for
@@ -298,7 +298,7 @@ def _open_exchange(
 ) -> Exchange:
     stages = loaded.pipeline.stages_and_settings()
     all_ranks, in_hosts = stacks.all_ranks, stacks.within_hosts
-    needed = QueueRequirements.of_stages(
+    needed = GroupsByQueue.for_stages(
         queue_requirements(settings.plan, all_ranks[stage.index], in_hosts[stage.index], ranks.size)
         for stage, settings in stages
     )

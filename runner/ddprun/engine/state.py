@@ -33,7 +33,7 @@ from ddprun.host import rank_files
 from ddprun.telemetry.records import CheckpointWritten
 from ddprun.telemetry.writer import log_event
 from ddprun_hooks.comm.control import open_control_channel
-from ddprun_hooks.comm.gpu import Gpu, PinnedStaging
+from ddprun_hooks.comm.gpu import GpuStreams, PinnedStaging
 
 _MEMORY_WAIT_S = 10.0  # at most, for the checkpoint in memory before; a rank that is gone is found afterwards
 
@@ -212,7 +212,7 @@ def open_writer(runtime: RunComponents, location: CheckpointLocation, token: str
         timeout_s=timeout_s,
         before_write=runtime.records.writer.flush,
         find_nonfinite=partial(_find_nonfinite, initially_nonfinite=initially_nonfinite),
-        staging=PinnedStaging(Gpu(runtime.device)) if runtime.device.type == "cuda" else None,
+        staging=PinnedStaging(GpuStreams(runtime.device)) if runtime.device.type == "cuda" else None,
     )
     if not location.in_memory:
         writer.after_write = rank_files.report_checkpoint

@@ -19,7 +19,7 @@ from ddprun.config import LoadedPipeline, StepStage
 from ddprun.engine.stacks import build_stack
 from ddprun.explain.model_probe import WorldShape
 from ddprun.sync.plan import Partition
-from ddprun.sync.synchronizer import QueueRequirements, queue_requirements
+from ddprun.sync.synchronizer import GroupsByQueue, queue_requirements
 from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.comm.groups import (
     GroupRequirements,
@@ -133,16 +133,16 @@ class TrafficSimulator:
 
     def __init__(self, loaded: LoadedPipeline, world: WorldShape, device: torch.device) -> None:
         self._loaded, self.world, self._device = loaded, world, device
-        needed: list[QueueRequirements] = []
+        needed: list[GroupsByQueue] = []
         for stage, settings in loaded.pipeline.stages_and_settings():
             stacks = self._hook_stack(stage), self._hook_stack(stage, inside_host=True)
             needed.append(queue_requirements(settings.plan, *stacks, world.ranks))
             self._check_placement(stage, stacks[0], merge_requirements(needed[-1]))
         needs_by_queue: dict[QueueName, GroupRequirements] = dict(
-            zip(get_args(QueueName), QueueRequirements.of_stages(needed), strict=True)
+            zip(get_args(QueueName), GroupsByQueue.for_stages(needed), strict=True)
         )
         self._needs_by_queue = needs_by_queue
-        self._simulated_ranks = _representative_ranks(world, merge_requirements(needs_by_queue.values()))
+        self._simulated_ranks = _representative_rank_count(world, merge_requirements(needs_by_queue.values()))
         self._groups_by_queue: dict[tuple[int, QueueName], RankGroup] = {}
         self._simulated_buckets: dict[tuple[str, Route, BucketLayout], Bucket] = {}
 
@@ -226,7 +226,7 @@ class TrafficSimulator:
                 raise self._loaded.error(stage.key_path(key), str(error)) from None
 
 
-def _representative_ranks(world: WorldShape, needs: GroupRequirements) -> int:
+def _representative_rank_count(world: WorldShape, needs: GroupRequirements) -> int:
     """How many ranks, from the first on, stand for all: every rank sends the same as one of them.
 
     What a rank sends depends on its place in its host, and in the splits of ranks into hosts that hooks or

@@ -29,9 +29,9 @@ class ObserveCallback(TrainerCallback):
         self._options = options
         self._wrappers = weakref.WeakSet[torch.nn.Module]()
         self._shares = 1  # how many losses, one for each rank and forward pass, add up to the step's
-        register_module_module_registration_hook(self._note_wrapper)  # a callback is given the model inside
+        register_module_module_registration_hook(self._note_ddp)  # a callback is given the model inside
 
-    def _note_wrapper(self, wrapper: torch.nn.Module, name: str, model: torch.nn.Module | None) -> None:
+    def _note_ddp(self, wrapper: torch.nn.Module, name: str, model: torch.nn.Module | None) -> None:
         if isinstance(wrapper, DistributedDataParallel):
             self._wrappers.add(wrapper)
 

@@ -149,7 +149,7 @@ def _import_all(modules: Sequence[str], folder: Path, redact: Callable[[str], st
         except (Exception, SystemExit) as error:
             say(redact(f'cannot preload "{name}": {type(error).__name__}: {error}'))
     gc.freeze()
-    _flush_all()
+    _flush_python_and_c_streams()
     if not (trial := os.fork()):
         os._exit(0)
     os.waitpid(trial, 0)  # libraries that end their threads for a fork have done so
@@ -238,12 +238,12 @@ def end_process(main: Callable[[], int]) -> NoReturn:
             traceback.print_exc()
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
-        _flush_all()
+        _flush_python_and_c_streams()
     finally:
         os._exit(code if isinstance(code, int) else 1)
 
 
-def _flush_all() -> None:
+def _flush_python_and_c_streams() -> None:
     """Write what waits in the buffers of Python's and C's streams."""
     flush()
     ctypes.CDLL(None).fflush(None)

@@ -187,6 +187,6 @@ def overrides_variable(overrides: Sequence[str]) -> dict[str, str]:
     return {_OVERRIDES_VARIABLE: json.dumps(list(overrides))}
 
 
-def inherited_overrides() -> tuple[str, ...]:
+def take_inherited_overrides() -> tuple[str, ...]:
     """The `--set` options that this process's launcher has passed on; what it starts will not see them."""
     return tuple(json.loads(os.environ.pop(_OVERRIDES_VARIABLE, "[]")))

@@ -73,7 +73,7 @@ def sends_buffers(model: DistributedDataParallel) -> bool:
 class TimedLoader(Iterable[_T]):
     """A loader in whose place a script uses this; in all but iteration it is the loader."""
 
-    def __init__(self, loader: Iterable[_T], marks: "StepMarks") -> None:
+    def __init__(self, loader: Iterable[_T], marks: "StepMarker") -> None:
         self._loader, self._marks = loader, marks
 
     def __iter__(self) -> Iterator[_T]:
@@ -88,7 +88,7 @@ class TimedLoader(Iterable[_T]):
         return getattr(self._loader, name)
 
 
-class StepMarks:
+class StepMarker:
     """Marks the steps of a script in the `recorder`.
 
     `optimized`: the parameters by which an optimizer is known as the script's. `after_step` is called where a

@@ -37,7 +37,7 @@ from ddprun.engine.failures import (
 from ddprun.engine.reporter import Reporter, check_trackers, open_trackers
 from ddprun.engine.run_folder import RunFolderError, make_folder, new_folder, ranks_without
 from ddprun.host import rank_files
-from ddprun.observer.marks import StepMarks, TimedLoader, sends_buffers
+from ddprun.observer.marks import StepMarker, TimedLoader, sends_buffers
 from ddprun.parallel.ranks import Environment, Ranks
 from ddprun.standard_streams import say
 from ddprun.telemetry.clock import clock_for
@@ -217,7 +217,7 @@ class ObservedRun:
             if not clock.lag_steps:  # else marks of the step before would have to be waited for
                 self.hooks.on_last_bucket_sent = recorder.do_some_deferred
             params, calls = _params(model, optimizer), (self.after_step, self.meet_if_due)
-            self.marks = StepMarks(self.hooks, recorder, watchdog, self._device, params, scaler, *calls)
+            self.marks = StepMarker(self.hooks, recorder, watchdog, self._device, params, scaler, *calls)
             context.reporter, context.step = reporter, lambda: self.marks.step
             stage = StageStarted(stage=0, sync=_SYNC, hooks=tuple(stack.names))
             for event in (recorder.compare_clocks(), stage):

@@ -163,7 +163,7 @@ def cost_models_of_run(
             raise CostsUnknownError(f"{run_dir} has no run.json that says where its pipeline was") from error
         ran = load(run_dir / "pipeline.yaml", (), folder)
         if like is not None:
-            _warn_of_other_computation(run_dir, ran, like)
+            _warn_if_measured_run_differs(run_dir, ran, like)
     check_predictable(ran.pipeline)
     explained = explain(ran, hosts=len(by_host), ranks_per_host=max(by_host.values()))
     costs = costs_of_run(run, len(explained.stages))
@@ -179,7 +179,7 @@ def cost_models_of_run(
     return (fit_cost_model(explained, one, links) for one in parts)
 
 
-def _warn_of_other_computation(run_dir: Path, ran: LoadedPipeline, like: LoadedPipeline) -> None:
+def _warn_if_measured_run_differs(run_dir: Path, ran: LoadedPipeline, like: LoadedPipeline) -> None:
     """Warn if what a run computed in a step is not what a pipeline computes."""
     before, after = ran.as_dict(), like.as_dict()
     names = [name for name in _COMPUTATION_KEYS if before[name] != after[name]]

@@ -288,7 +288,7 @@ def split_into_fragments(named: Mapping[str, Tensor], parts: int) -> list[dict[s
     return groups
 
 
-class QueueRequirements(NamedTuple):
+class GroupsByQueue(NamedTuple):
     """Among which ranks each queue exchanges, as `ddprun_hooks.exchange.Exchange` has them."""
 
     gradients: GroupRequirements
@@ -296,13 +296,13 @@ class QueueRequirements(NamedTuple):
     plain: GroupRequirements
 
     @classmethod
-    def of_stages(cls, stages: Iterable["QueueRequirements"]) -> "QueueRequirements":
+    def for_stages(cls, stages: Iterable["GroupsByQueue"]) -> "GroupsByQueue":
         """What serves each of several stages, one at a time."""
         always = cls({}, {}, {GroupRequirement("world"): 1})
         return cls(*map(merge_requirements, zip(*[always, *stages], strict=True)))
 
 
-def queue_requirements(plan: SyncPlan, stack: Stack, host_stack: Stack, ranks: int) -> QueueRequirements:
+def queue_requirements(plan: SyncPlan, stack: Stack, host_stack: Stack, ranks: int) -> GroupsByQueue:
     """What a stage with this plan needs, with its hooks among all ranks and among those of one host."""
     in_hosts = requirements_of_leg("within", host_stack.requirements, plan.hosts)
     gradients = {"all": stack.requirements, "host": in_hosts, None: {}}[plan.gradients]
@@ -315,4 +315,4 @@ def queue_requirements(plan: SyncPlan, stack: Stack, host_stack: Stack, ranks: i
             plain.append({GroupRequirement("within", plan.hosts): 1})
         elif one.among != "all":
             plain.append({GroupRequirement("part", parts=one.among.parts(ranks)): 1})
-    return QueueRequirements(gradients, merge_requirements(deltas), merge_requirements(plain))
+    return GroupsByQueue(gradients, merge_requirements(deltas), merge_requirements(plain))

@@ -6,7 +6,7 @@ One step's numbers take this way::
       recorder.py, clock.py               StepRecorder.begin_step, lap, end_step -> StepMarks
     every half second
       steps.py                            resolve_steps: StepMarks -> ResolvedSteps
-      control_message.py                  Accumulator -> messages, posted to all ranks
+      control_message.py                  MessageAccumulator -> messages, posted to all ranks
     a step later
       control_message.py                  all_ready_us: the messages of all ranks -> ready times
       recorder.py, stragglers.py          what all ranks know; who is late -> loop, progress.py

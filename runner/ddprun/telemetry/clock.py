@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddprun_hooks.comm.gpu import Gpu, StreamTimestamp, copy_scalar_to_host
+from ddprun_hooks.comm.gpu import GpuStreams, StreamTimestamp, copy_scalar_to_host
 from ddprun_hooks.comm.trace import BucketTrace, now_us
 
 _MAX_DRIFT_RATE = 1e-3  # how much faster or slower than the device's the time of marks may run
@@ -80,7 +80,7 @@ class StreamClock(Clock):
 
     lag_steps = 2
 
-    def __init__(self, gpu: Gpu) -> None:
+    def __init__(self, gpu: GpuStreams) -> None:
         self._gpu, self._idle = gpu, gpu.new_stream()
         self._base, self._base_us = self._base_event()
         self._rate = 1.0  # microseconds of the host's clock for one of the device's
@@ -145,7 +145,7 @@ class StreamClock(Clock):
 
 def clock_for(device: torch.device) -> Clock:
     """The clock that sees what `device` does."""
-    return StreamClock(Gpu(device)) if device.type == "cuda" else Clock()
+    return StreamClock(GpuStreams(device)) if device.type == "cuda" else Clock()
 
 
 class GradientTimes:

@@ -1,9 +1,10 @@
 """Control messages: what ranks tell each other about the steps in which they exchange something.
 
-An `Accumulator` adds up this rank's numbers from one message to the next, and makes messages of resolved
-steps (`steps.py`). The recorder posts those of half a second together and reads those of all ranks a step
-later. `all_ready_us` matches their ready times with this rank's traces, so that `steps.split_exposed_time`
-can split its waiting; `recorder.combine_messages` and `stragglers.py` read the rest.
+A `MessageAccumulator` adds up this rank's numbers from one message to the next, and makes messages of
+resolved steps (`steps.py`). The recorder posts those of half a second together and reads those of all ranks a
+step later. `all_ready_us` matches their ready times with this rank's traces, so that
+`steps.split_exposed_time` can split its waiting; `recorder.combine_messages` and `stragglers.py` read the
+rest.
 
 A message is a row of numbers: first those in `SUMS`, added up since the message before; then requests, the
 first finding of hooks, and times at which buckets were ready, in microseconds of rank 0's clock (0: none).
@@ -52,7 +53,7 @@ class OwnMessages:
     values: FloatArray = field(default_factory=lambda: np.zeros((0, 0)))
     """Of the loss and the numbers beside it: sums, then weights; shape (messages, 2 * numbers)."""
 
-    def add_remainder(self, remainder: "Accumulator", last_step: int) -> None:
+    def add_remainder(self, remainder: "MessageAccumulator", last_step: int) -> None:
         """Add a message with what is left at a stage's end, since steps without a message came last. Every
         rank sends one, since others may have something left where this one does not.
         """
@@ -61,7 +62,7 @@ class OwnMessages:
         self.findings[len(self.steps)] = remainder.traces_with_findings
         self.steps.append(last_step)
         self.numbers = np.vstack((self.numbers, row))
-        self.values = np.vstack((self.values, remainder.sums_of_values(self.values.shape[1])))
+        self.values = np.vstack((self.values, remainder.value_sums_or_zeros(self.values.shape[1])))
 
 
 def empty_messages(turns: Sequence[range], values: int = 0) -> OwnMessages:
@@ -70,7 +71,7 @@ def empty_messages(turns: Sequence[range], values: int = 0) -> OwnMessages:
 
 
 @dataclass(slots=True)
-class Accumulator:
+class MessageAccumulator:
     """What this rank has added up since its last message."""
 
     sums: FloatArray = field(default_factory=lambda: np.zeros(len(SUMS)))
@@ -83,11 +84,11 @@ class Accumulator:
         """As a checkpoint can hold it, with the numbers beside the loss by name."""
         sums = dict(zip(SUMS, self.sums.tolist(), strict=True))
         about = {"last_step": self.last_step, "first_finding": self.first_finding}
-        loss, *pairs = self.sums_of_values(2 + 2 * len(value_names)).reshape(2, -1).T.tolist()
+        loss, *pairs = self.value_sums_or_zeros(2 + 2 * len(value_names)).reshape(2, -1).T.tolist()
         return {**sums, **about, "loss": loss, "values": dict(zip(value_names, pairs, strict=True))}
 
     @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any], value_names: Sequence[str]) -> "Accumulator":
+    def from_state_dict(cls, state: Mapping[str, Any], value_names: Sequence[str]) -> "MessageAccumulator":
         """From what `state_dict` returned. A number that had another name is NaN until the next message."""
         sums = np.array([state[name] for name in SUMS], dtype=np.float64)
         unknown = [math.nan if sums[SAMPLES_AT] else 0.0, 0.0]
@@ -95,7 +96,7 @@ class Accumulator:
         values = np.array(pairs, dtype=np.float64).T.ravel()
         return cls(sums, state["last_step"], state["first_finding"], values=values)
 
-    def sums_of_values(self, count: int) -> FloatArray:
+    def value_sums_or_zeros(self, count: int) -> FloatArray:
         """What has been added up of numbers beside the loss: so many sums and weights."""
         return self.values if len(self.values) else np.zeros(count)
 
@@ -106,7 +107,7 @@ class Accumulator:
             self.first_finding = self.first_finding or first
             self.traces_with_findings += found
 
-    def make_messages(
+    def add_and_make_messages(
         self, resolved: ResolvedSteps, *, turns: Sequence[range], offset_us: float
     ) -> OwnMessages:
         """Add up the resolved steps, and make a message of each in which ranks exchanged something. `turns`:
@@ -127,7 +128,7 @@ class Accumulator:
     def _take_means(self, resolved: ResolvedSteps) -> FloatArray:
         """The loss and the numbers beside it, for each message; keeps what there is since the last one."""
         count, sums = resolved.sums.shape[1], list[FloatArray]()
-        running = self.sums_of_values(count)
+        running = self.value_sums_or_zeros(count)
         for step, values in zip(resolved.steps, resolved.sums, strict=True):
             running = running + values
             if step.exchanged:

@@ -33,8 +33,8 @@ from ddprun.telemetry.control_message import (
     STEPS_AT,
     STOP,
     US_AT,
-    Accumulator,
     HookOverflow,
+    MessageAccumulator,
     OwnMessages,
     all_ready_us,
     empty_messages,
@@ -213,7 +213,7 @@ class StepRecorder:
         self._steps_since_post = 0
         self._last_exchange = 0  # of ranks that may differ: the newest step with one
         self._resolved_at = 0  # by this rank's own clock
-        self._accumulator = Accumulator()
+        self._accumulator = MessageAccumulator()
         self._pending_steps: deque[_PendingSteps] = deque()  # whose messages are in flight
 
     def begin_stage(self, turns: Sequence[Mapping[int, tuple[str, ...]]], losses: Sequence[str] = ()) -> None:
@@ -418,7 +418,7 @@ class StepRecorder:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on adding up."""
         self.totals = dict(zip(TOTALS, state["totals"], strict=True))
-        self._accumulator = Accumulator.from_state_dict(state["round"], self.value_names)
+        self._accumulator = MessageAccumulator.from_state_dict(state["round"], self.value_names)
         self.own_loss = state["own_loss"]
         self.stragglers.load_state_dict(state["stragglers"])
 
@@ -513,12 +513,12 @@ class StepRecorder:
             if self.first_nonfinite_loss is None and not np.isfinite(loss_sums).all():
                 row = int(np.flatnonzero(~np.isfinite(loss_sums))[0])
                 self.first_nonfinite_loss = resolved.steps[row].number, float(loss_sums[row])
-            own = self._accumulator.make_messages(
+            own = self._accumulator.add_and_make_messages(
                 resolved, turns=self._bucket_numbers, offset_us=self.offset_us
             )
         if post_remainder:
             own.add_remainder(self._accumulator, last_step)
-            self._accumulator = Accumulator()
+            self._accumulator = MessageAccumulator()
         if resolved is None and not own.steps:
             return
         pending = _PendingSteps(resolved, own, last_step)

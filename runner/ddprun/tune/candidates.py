@@ -53,7 +53,7 @@ class TunedStage:
         candidate = self._candidate(changed, changes)
         if candidate.settings.plan.round is not None:
             return None  # how long its steps are is known while they run
-        steps = candidate.period * _MIN_SYNCS_PER_STAGE
+        steps = candidate.exchange_period * _MIN_SYNCS_PER_STAGE
         return None if candidate.changes and self.steps is not None and steps > self.steps else candidate
 
     def candidate_from_untrusted(self, changes: Mapping[str, Any]) -> "Candidate":
@@ -111,7 +111,7 @@ class Candidate:
         }
 
     @property
-    def period(self) -> int:
+    def exchange_period(self) -> int:
         """Steps from one exchange to the next, among all ranks or, as in gossip, among parts of them."""
         return self.settings.plan.exchange_period
 
@@ -139,7 +139,7 @@ class Candidate:
         or rarer, and hooks as lossy or more.
         """
         same = self._policy_without_period == other._policy_without_period
-        return same and self.period >= other.period and self.lossiness >= other.lossiness
+        return same and self.exchange_period >= other.exchange_period and self.lossiness >= other.lossiness
 
     @property
     def _policy_without_period(self) -> tuple[str, dict[str, Any]]:

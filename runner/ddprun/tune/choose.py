@@ -154,7 +154,7 @@ def predicted_winner(
 
 def _training_impact_sort_key(candidate: Candidate) -> tuple[int, int, int]:
     """Sort key of how much a candidate changes training: rare synchronisation, lossy hooks, changed keys."""
-    period = candidate.period if candidate.kind == "rare exchange" else 0
+    period = candidate.exchange_period if candidate.kind == "rare exchange" else 0
     return period, candidate.lossiness, len(candidate.changes)
 
 
@@ -180,7 +180,7 @@ def next_candidates(
         one
         for one in sorted(entries, key=lambda one: one.us_per_sample)
         if one.candidate.name not in tried
-        and one.candidate.period <= max_period
+        and one.candidate.exchange_period <= max_period
         and _best_possible_speedup(one, baseline, trials, floors) > least
     ]
     chosen = list(_best_of_each_kind(left))
@@ -211,5 +211,5 @@ def _best_of_each_kind(left: Sequence[PredictedCandidate]) -> Iterator[Predicted
         of_kind = [one for one in left if one.candidate.kind == kind]
         yield from of_kind[: 2 if kind == "exact" else 1]
         if kind == "rare exchange" and of_kind:
-            period = of_kind[0].candidate.period
-            yield from [one for one in of_kind if one.candidate.period * _MIN_PERIOD_RATIO <= period][:1]
+            most = of_kind[0].candidate.exchange_period / _MIN_PERIOD_RATIO
+            yield from [one for one in of_kind if one.candidate.exchange_period <= most][:1]

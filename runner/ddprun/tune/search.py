@@ -267,7 +267,7 @@ class Search:
                 outcome.end_reason = f"within --minutes, {text}"
             return False
         step_s = 2 * file_s + sum(scale * one.predicted.step_us / 1e6 for one in chosen)
-        period = max(one.candidate.period for one in chosen)
+        period = max(one.candidate.exchange_period for one in chosen)
         lengths = steps_per_turn_and_run(step_s, self._budget_s(len(chosen) + 2), period, self._tuned.steps)
         if lengths is None:
             outcome.end_reason = "--minutes leaves no time for more runs"

@@ -122,7 +122,7 @@ def _winner_sentences(outcome: SearchOutcome, winner: choose.PredictedCandidate)
         "exact": "Winner, which keeps training the same",
         "lossy hooks": "Winner, with lossy hooks",
         "rare exchange": "Winner, which changes the algorithm (ranks synchronise every "
-        f"{winner.candidate.period} steps)",
+        f"{winner.candidate.exchange_period} steps)",
     }[winner.candidate.kind]
     name = f"{headline}: {winner.candidate.name}."
     if trial is None:
@@ -162,7 +162,7 @@ def _training_impact_text(candidate: Candidate, trial: choose.Trial | None) -> s
         return ""
     what = "its hooks change what is sent"
     if candidate.kind == "rare exchange":
-        what = f"ranks synchronise only every {candidate.period} steps"
+        what = f"ranks synchronise only every {candidate.exchange_period} steps"
         what += ", and its hooks change what is sent" if candidate.lossiness else ""
     if trial is None:
         return f"It does not train the same: {what}. What that costs in learning was not measured."
