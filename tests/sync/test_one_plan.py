@@ -9,7 +9,7 @@ import pytest
 from ddprun.config import load
 from ddprun.engine.worker import run_worker
 from ddprun.explain.explain import explain
-from ddprun.sync import Partition, StageFacts, SyncPlan, Transfer
+from ddprun.sync import OuterOptimizer, Partition, StageFacts, SyncPlan, Transfer
 from ddprun.sync.policies.gossip import Gossip
 from ddprun.sync.policies.local_sgd import LocalSgd
 from tests.engine.running import lines
@@ -38,6 +38,18 @@ def _plan(policy: LocalSgd, stage: StageFacts) -> SyncPlan:
 def test_a_change_among_the_parts_of_a_partition_is_refused() -> None:
     with pytest.raises(ValueError, match='not among the parts of "halves": there, average the parameters'):
         Transfer("change", 3, among=Partition("halves", _halves))
+
+
+@pytest.mark.parametrize(("first", "second"), [((0, 1), (0, 1)), ((0, 2), (0, 2)), ((0, 1), (1, 2))])
+def test_two_outer_optimizers_of_the_same_parameters_are_refused(
+    first: tuple[int, int], second: tuple[int, int]
+) -> None:
+    """Their momentum is kept by the parameter's name."""
+    outer = OuterOptimizer(lr=0.7, momentum=0.9)
+    changes = [Transfer("change", 8, fragment=one, outer=outer) for one in (first, second)]
+    SyncPlan(transfers=(changes[0], Transfer("change", 4, fragment=second, outer=outer, among="host")))
+    with pytest.raises(ValueError, match="two outer optimizers have the same parameters among the same"):
+        SyncPlan(transfers=tuple(changes))
 
 
 @pytest.mark.parametrize(("every", "delay"), [(1, 1), (3, 2), (20, 8)])

@@ -223,7 +223,7 @@ def _find_nonfinite(state: EncodedState, initially_nonfinite: frozenset[str]) ->
     """What of a checkpoint's part is not finite: a parameter, optimizer state, `loss`; None: all is."""
     for name, tensor in state.tensors.items():
         kind, _, rest = name.partition("/")
-        if kind not in ("parameters", "optimizer") or rest in initially_nonfinite:
+        if kind not in ("parameters", "optimizer", "groups") or rest in initially_nonfinite:
             continue
         if (tensor.is_floating_point() or tensor.is_complex()) and not bool(torch.isfinite(tensor).all()):
             return rest if kind == "parameters" else name

@@ -169,6 +169,12 @@ class SyncPlan:
     """Ranks are meant to differ: a stage before this one need not make them equal, and this one cannot resume
     with another number of ranks."""
 
+    def __post_init__(self) -> None:
+        outer = [(one.among, one.fragment) for one in self.transfers if one.outer is not None]
+        splits = {(among, parts) for among, (_, parts) in outer}
+        if len({*outer}) < len(outer) or len(splits) > len({among for among, _ in outer}):
+            raise ValueError("two outer optimizers have the same parameters among the same ranks")
+
     def synchronizes(self, step: int) -> bool:
         """Whether all ranks exchange something in this step; exchanges inside hosts do not count."""
         counted = (one for one in self.transfers if one.what != "optimizer" and one.among != "host")
