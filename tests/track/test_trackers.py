@@ -34,6 +34,7 @@ loader: {batch_size: 8}
 optimizer: {sgd: {lr: 0.1}}
 hooks: [fp16]
 track: TRACK
+timings: {grad_norm_every: 10}
 stages:
   - train: {steps: 12}
   - evaluate: {metrics: [accuracy]}
@@ -155,8 +156,7 @@ def test_tensorboard_gets_every_curve(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto.event_pb2 import Event
 
-    timings = "timings: {grad_norm_every: 10}"
-    run = run_pipeline(tmp_path, TEXT.replace("TRACK", f"[tensorboard]\n{timings}"), 2)
+    run = run_pipeline(tmp_path, TEXT.replace("TRACK", "[tensorboard]"), 2)
     (file,) = (run / "tensorboard").iterdir()
     found: dict[str, dict[int, float]] = {}
     for raw in RawEventFileLoader(str(file)).Load():
