@@ -219,5 +219,5 @@ class Session:
         self.reporter.progress(agreed_steps, self.state.step)
 
     def checkpoint_is_due(self, writer: CheckpointWriter | None) -> bool:
-        """Whether it takes one after this step of the run; the same on all ranks."""
+        """Whether `writer` takes a checkpoint after this step of the run; the same on all ranks."""
         return writer is not None and is_due(writer.every, self.state.step)

@@ -41,8 +41,8 @@ class Synchronizer:
     stack: Stack  # the stage's hooks, among all ranks
     host_stack: Stack  # the stage's hooks among the ranks of one host
     outer_momentum: dict[str, dict[str, Tensor]]
-    """Of outer optimizers, from stage to stage: by the ranks (`all`, or `host`: of one) and the parameter's
-    name; as in `DeltaExchange`."""
+    """Of outer optimizers, from stage to stage: by the ranks that exchange (`all`, or `host`: those of one
+    host), then by the parameter's name, as `DeltaExchange.momentum`."""
 
     def __post_init__(self) -> None:
         self.plan = self.progress.plan
@@ -165,7 +165,7 @@ class DeltaExchange:
     _flat_momentum: list[Tensor] = field(default_factory=list)  # of each bucket; `momentum` has views of it
 
     def __post_init__(self) -> None:
-        """Go on with the momentum that there is of this kind of optimizer; other parameters begin anew."""
+        """Continue with an earlier stage's momentum of this kind; other parameters start anew."""
         adam = self.outer.kind == "adam"
         for index, layout in enumerate(self.buckets.layouts if adam or self.outer.momentum else ()):
             values = self.buckets.flatten(index)
