@@ -93,6 +93,8 @@ class BucketDispatcher:
     @property
     def unsent_params(self) -> tuple[str, ...]:
         """Parameters of the buckets that the last backward pass has not sent."""
+        if len(self._sent_buckets) == len(self._layout):
+            return ()
         left = (bucket for bucket in self.layout if bucket.index not in self._sent_buckets)
         return tuple(param.name for bucket in left for param in bucket.params)
 

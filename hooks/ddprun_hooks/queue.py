@@ -89,17 +89,17 @@ class HostCommQueue:
         One that sets a future itself wakes the training thread, and has to get Python's lock back from that
         only to return. An error reaches the waiter as text alone, which is all that DDP passes on anyway.
         """
-        future: Future[Tensor] = Future()
         try:
             if self.error is not None:
                 raise self.error
             collective = self._advance(bucket, None)
             if collective is None:
+                future = Future[Tensor]()
                 future.set_result(bucket.payload.tensor)
                 return future
             done, complete = self._start_collective(bucket, collective)
         except BaseException as error:  # a hook may raise anything
-            self.error = self.error or error
+            self.error, future = self.error or error, Future()
             fail_future(future, self.error)
             bucket.close()
             return future
@@ -256,7 +256,7 @@ class _BucketInFlight:
     trace: BucketTrace[int]
     run: HookRun
     future: Future[Tensor] = field(init=False)  # of one that is not sent at once
-    issued: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # collectives so far, by group
+    issued: dict[str, int] = field(default_factory=partial(defaultdict, int))  # collectives so far, by group
     requested_collective: CollectiveRequest | None = None  # asked for, not yet issued
 
     def close(self) -> None:

@@ -119,12 +119,12 @@ class Stage(Options):
     name: ClassVar[str]
     _index: int = PrivateAttr(default=0)
 
-    @property
+    @cached_property
     def index(self) -> int:
         """Place in `stages`, from 0."""
         return self._index
 
-    @property
+    @cached_property
     def path(self) -> str:
         """Key path such as `stages[0].train`, for faults."""
         return f"stages[{self._index}].{self.name}"

@@ -516,8 +516,10 @@ def act_on_messages(
     """
     session, runtime, step = run.session, run.session.runtime, run.session.state.step
     runtime.signals.reinstall_handlers(every_s=1.0)
-    requested = any(one.checkpoint for one in agreed_steps)
+    requested = compare_clocks = False
     if agreed_steps:
+        requested = any(one.checkpoint for one in agreed_steps)
+        compare_clocks = any(one.compare_clocks for one in agreed_steps)
         session.record_agreed(agreed_steps)
         if runtime.finite_check.check_after_steps(agreed_steps, run.settings.on_nan, step):
             return "failed"
@@ -541,7 +543,7 @@ def act_on_messages(
     session.reporter.report_choices(step, run.choosing_hooks)
     if runtime.compiler is not None:
         session.reporter.report_recompiles(runtime.compiler, step)
-    if any(one.compare_clocks for one in agreed_steps):
+    if compare_clocks:
         log_event(session.reporter.events, runtime.recorder.compare_clocks())
     return "continue"
 

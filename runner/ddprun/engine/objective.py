@@ -141,9 +141,9 @@ def map_tensors(
     """A batch, each of its tensors (in tuples, lists, mappings and dataclasses) changed. `change_object` is
     for objects that move as a whole, by a method `to`, such as a PackedSequence.
     """
-    onward = partial(map_tensors, change=change, change_object=change_object)
     if isinstance(content, Tensor):
         return change(content)
+    onward = partial(map_tensors, change=change, change_object=change_object)
     if isinstance(content, Mapping):
         return {key: onward(value) for key, value in content.items()}
     if change_object is not None and callable(getattr(content, "to", None)):

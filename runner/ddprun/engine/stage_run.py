@@ -101,8 +101,8 @@ class StageRun:
     def evaluation_is_due(self) -> bool:
         """Whether held-out data is measured now, between two steps; the stage's end measures after itself."""
         state = self.session.state
-        inside = self.steps_done not in (0, self.steps) and state.results.evaluated_step != state.step
-        return inside and self.at_evaluation
+        missing = self.at_evaluation and state.results.evaluated_step != state.step
+        return missing and self.steps_done not in (0, self.steps)
 
     @property
     def at_evaluation(self) -> bool:

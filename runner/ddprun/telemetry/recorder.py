@@ -302,7 +302,8 @@ class StepRecorder:
 
     def lap(self, part: str) -> None:
         """End a part of the step (one of `PARTS`); what follows belongs to the next."""
-        step = self.current
+        step = self._step
+        assert step is not None, "no step is running"
         step.parts.append(part)
         step.marks.append(self.mark())
 
@@ -506,8 +507,7 @@ class StepRecorder:
                 resident, load = psutil.Process().memory_info().rss, round(os.getloadavg()[0], 2)
                 recorded[-1].machine = MachineRecord(resident, self._clock.device_bytes(), load)
             resolved = self._resolve(steps)
-            rows = reversed(range(len(resolved.steps)))
-            newest_first = (loss_of(resolved.means(row), self._turns) for row in rows)
+            newest_first = (loss_of(means, self._turns) for means in reversed(resolved.means))
             self.own_loss = next((loss for loss in newest_first if loss is not None), self.own_loss)
             loss_sums = resolved.sums[:, 0]
             if self.first_nonfinite_loss is None and not np.isfinite(loss_sums).all():

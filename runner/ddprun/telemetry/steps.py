@@ -139,12 +139,9 @@ class ResolvedSteps:
     """This rank's loss and the numbers beside it, summed over what counts in a step, then how much that is;
     shape (steps, 2 * numbers)."""
 
+    means: list[list[float | None]]  # of the loss and the numbers beside it; None: nothing counts
     samples: list[int]
     gradient_times: Sequence[Mapping[str, int]]  # when each was complete; empty where not measured
-
-    def means(self, row: int) -> list[float | None]:
-        """This rank's mean loss in a step, and those of the numbers beside it; None: nothing counts."""
-        return means_of(self.sums[row : row + 1])[0]
 
     @property
     def findings(self) -> dict[int, list[BucketTrace[int]]]:
@@ -242,6 +239,7 @@ def resolve_steps(steps: list[StepMarks], clock: Clock, *, every: int, numbers: 
         for step in steps
     ]
     _read_norms(steps, clock)
+    sums = _sums_and_weights(steps, clock, numbers)
     clock.reanchor()
     return ResolvedSteps(
         steps=steps,
@@ -257,7 +255,8 @@ def resolve_steps(steps: list[StepMarks], clock: Clock, *, every: int, numbers: 
         waits=waiting,
         waited_us=_sums(waiting.section, waiting.end - waiting.start, 2 * count),
         in_hooks_us=_sums(hooks_section, hooks_us, 2 * count),
-        sums=_sums_and_weights(steps, clock, numbers),
+        sums=sums,
+        means=means_of(sums),
         samples=[sum(one.samples for one in step.micro_batches) for step in steps],
         gradient_times=gradient_times,
     )
@@ -341,16 +340,17 @@ def union_overlap_us(intervals: Intervals, windows: Intervals) -> IntArray:
 
 def _sums_and_weights(steps: Sequence[StepMarks], clock: Clock, count: int) -> FloatArray:
     """This rank's loss and the numbers beside it, summed over what counts, and how much that is for each."""
-    sums = np.zeros((len(steps), 2 * count))
+    sums = [[0.0] * (2 * count) for _ in steps]
     rows = [micro_batch.means for step in steps for micro_batch in step.micro_batches]
     known = iter(clock.read_numbers([one for means in rows for one in means if one is not None]))
-    for row, step in enumerate(steps):
+    for row, step in zip(sums, steps, strict=True):
         for means, _, weight in step.micro_batches:
             for index, one in enumerate(means):
                 mean = math.nan if one is None else next(known)
                 if one is not None and weight:
-                    sums[row, [index, count + index]] += mean * weight, weight
-    return sums
+                    row[index] += mean * weight
+                    row[count + index] += weight
+    return np.array(sums)
 
 
 def _read_norms(steps: Sequence[StepMarks], clock: Clock) -> None:
@@ -410,7 +410,7 @@ def step_records(
         if step.number % every:
             continue
         first, end = resolved.bounds[row], resolved.bounds[row + 1]
-        own, means = resolved.means(row), all_means[row]
+        own, means = resolved.means[row], all_means[row]
         laps = [*zip(ended[first + 1 : end], durations[first + 1 : end], strict=True)]
         record = StepRecord(
             v=VERSION,
@@ -468,10 +468,9 @@ def bucket_record(
     """The record of a bucket that is complete; with when all ranks had it ready, and when each gradient was
     (empty: not measured).
     """
-    encode, decode = (
-        sum(span.done - span.start for span in trace.spans if span.phase == phase)
-        for phase in ("encode", "decode")
-    )
+    work_us = {"encode": 0, "decode": 0}
+    for span in trace.spans:
+        work_us[span.phase] += span.done - span.start
     params_ready_us = completed_by = None
     if trace.kind == "gradient" and gradients_us:
         of_params = {param.name: gradients_us.get(param.name) for param in trace.params}
@@ -502,8 +501,8 @@ def bucket_record(
         all_ready_us=all_ready_us,
         launch_us=legs[0].start_us if legs else trace.ready,  # it is launched when it is ready
         done_us=trace.done,
-        encode_us=encode,
-        decode_us=decode,
+        encode_us=work_us["encode"],
+        decode_us=work_us["decode"],
         legs=legs,
         params_ready_us=params_ready_us,
         completed_by=completed_by,

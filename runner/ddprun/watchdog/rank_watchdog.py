@@ -151,6 +151,7 @@ class RankWatchdog(CollectiveObserver):
     suspended_us: int = 0  # time that did not count because this process was stopped
     device: torch.device | None = None  # the GPU of this rank, once it is chosen
     status_page: StatusPage = field(init=False)
+    set_phase: Callable[..., None] = field(init=False)  # the status page's
     _sequences: list[WatchedSequence] = field(default_factory=list)
     _training_thread: int = field(default_factory=threading.get_ident)
     _closed: threading.Event = field(default_factory=threading.Event)
@@ -161,6 +162,7 @@ class RankWatchdog(CollectiveObserver):
             self.status_page = StatusPage(self.rank, self.folder)
         except OSError:  # the disk is full: the ranks find this status page once they have joined
             self.status_page = StatusPage(self.rank, None)
+        self.set_phase = self.status_page.set_phase
 
     def start(self) -> None:
         """Begin to watch."""
@@ -171,12 +173,6 @@ class RankWatchdog(CollectiveObserver):
         sequence = WatchedSequence(self, len(self._sequences), name, tuple(ranks))
         self._sequences.append(sequence)
         return sequence
-
-    def set_phase(self, phase: bytes, step: int | None = None, stage: str | None = None) -> None:
-        """What the training thread turns to, in at most 32 bytes; with what begins by it: a `step` of the run
-        (0: none), a `stage`, as messages name it.
-        """
-        self.status_page.set_phase(phase, step, stage)
 
     def report_hang(self) -> None:
         """Another rank has found a hang: let the handler report it from here, too, and end the process."""

@@ -12,6 +12,7 @@ import os
 import secrets
 import socket
 import socketserver
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -141,13 +142,15 @@ class StatusPage:
         self._page.pid, self._page.rank, self._page.magic = os.getpid(), rank, _MAGIC
 
     def set_phase(self, phase: bytes, step: int | None = None, stage: str | None = None) -> None:
-        """What the training thread turns to, in at most 32 bytes, and what begins by it."""
+        """What the training thread turns to, in at most 32 bytes; with what begins by it: a `step` of the run
+        (0: none), a `stage`, as messages name it.
+        """
         page = self._page
         if stage is not None:
             page.stage = stage.encode()[:64]
         if step is not None:
             page.step = step
-        page.phase, page.phase_since = phase, now_us()
+        page.phase, page.phase_since = phase, time.monotonic_ns() // 1000
 
     def set_issued_count(self, index: int, count: int) -> None:
         """So many collectives of a sequence have been issued."""
