@@ -7,7 +7,8 @@ All train the same model on the same digits without hooks and checkpoints (`loop
 bucket and step recorded. The digits are in a `Dataset` class, as users write one, or in a `TensorDataset`,
 from which ddprun takes whole batches. All are started; then one works at a time while the others are stopped
 (SIGSTOP), for about a second each, in an order drawn anew for each round. So all of them meet whatever else
-the machine does, and nobody's start counts. The loop by hand is there twice, as its own control, once more
+the machine does, and nobody's start counts. All of this is done several times, since steps differ by up to 5%
+from one start of the same loop to the next. The loop by hand is there twice, as its own control, once more
 with ddprun's buckets (left alone, DDP cuts the first one at 1 MiB), once with those and torch's
 `allreduce_hook`, which is Python for each bucket, as every hook of ddprun's is, and once with
 `ddprun.observe`. Accelerate and Lightning take part if they are installed. Prints the time of a step of the
@@ -43,7 +44,7 @@ MODELS = {
     "middle": mlp(800, 800),
     "wide": mlp(1280, 1280),
     "large": mlp(2048, 2048),
-    "convolutional": {"cnn": {"channels": [32, 64, 64, 64], "inputs": [1, 8, 8], "outputs": 10}},
+    "convolutional": {"cnn": {"channels": [32, 64, 64, 64, 64, 64], "inputs": [1, 8, 8], "outputs": 10}},
 }
 BY_HAND = "hand-written loop"
 AGAIN, SAME_BUCKETS = f"{BY_HAND}, repeated", "with ddprun's bucket size"
@@ -189,19 +190,22 @@ def started(model: Mapping[str, Any], data: str, against: Path | None) -> Iterat
                 loop.end()
 
 
-def measure(model: str, data: str, seconds: float, against: Path | None) -> None:
+def measure(model: str, data: str, seconds: float, starts: int, against: Path | None) -> None:
     """Print a model's row."""
-    with started(MODELS[model], data, against) as loops:
-        first = loops[0].ends()
-        step_s = float(first[-1] - first[0]) / (len(first) - 1)
-        slice_s = max(1.0, 15 * step_s)
-        for number in range(max(3, round(seconds / slice_s / len(loops)))):
-            for loop in random.Random(number).sample(loops, len(loops)):
-                loop.work(slice_s)
-        for loop in loops:
-            loop.signal(signal.SIGCONT)
-        time.sleep(1.0)  # ddprun writes the records of its last steps
-        times = {loop.name: loop.step_times() for loop in loops}
+    times: dict[str, list[float]] = {}
+    for start in range(starts):
+        with started(MODELS[model], data, against) as loops:
+            first = loops[0].ends()
+            step_s = float(first[-1] - first[0]) / (len(first) - 1)
+            slice_s = max(1.0, 15 * step_s)
+            for number in range(max(3, round(seconds / starts / slice_s / len(loops)))):
+                for loop in random.Random(f"{start} {number}").sample(loops, len(loops)):
+                    loop.work(slice_s)
+            for loop in loops:
+                loop.signal(signal.SIGCONT)
+            time.sleep(1.0)  # ddprun writes the records of its last steps
+            for loop in loops:
+                times.setdefault(loop.name, []).extend(loop.step_times())
     base = times.pop(BY_HAND)
     cells = []
     if against is not None:
@@ -219,13 +223,14 @@ def main() -> None:
     """Measure, print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=120, help="for each model")
+    parser.add_argument("--starts", type=int, default=4, help="how often each loop is started")
     parser.add_argument("--model", choices=list(MODELS), help="one of them only")
     parser.add_argument("--data", choices=list(DATA), help="one of them only")
     parser.add_argument("--against", type=Path, help="another checkout, whose ddprun takes part")
     asked = parser.parse_args()
     for data in [asked.data] if asked.data else DATA:
         for model in [asked.model] if asked.model else MODELS if data == "own" else WITH_TENSORS:
-            measure(model, data, asked.seconds, asked.against)
+            measure(model, data, asked.seconds, asked.starts, asked.against)
 
 
 if __name__ == "__main__":
