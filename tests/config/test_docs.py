@@ -106,7 +106,7 @@ def test_every_test_that_reliability_names_is_there() -> None:
     """Each name in the table of promises is a test file, or a test in it."""
     tests = Path(__file__).parents[1]
     page = (tests.parent / "docs" / "dev" / "reliability-tests.md").read_text(encoding="utf-8")
-    rows = page.split("## Which test holds which promise")[1].splitlines()
+    rows = page.split("## Which test checks which promise")[1].splitlines()
     file, found = tests, 0
     for path, test in re.findall(r"`([\w/]*(?:\.py)?)(?:::(\w+))?`", "\n".join(rows)):
         if not (path.endswith(".py") or test):
