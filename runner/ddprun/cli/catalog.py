@@ -98,7 +98,10 @@ def _default(option: dict[str, Any]) -> str:
 
 @click.command()
 @click.option(
-    "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write it to a file."
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write the schema to a file.",
 )
 def schema(output: Path | None) -> int:
     """Print the JSON Schema of pipeline files, for editors to complete and check as you type."""

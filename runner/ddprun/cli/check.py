@@ -23,7 +23,7 @@ from ddprun.config import PipelineError, PipelineFault, load
     "--resolved", is_flag=True, help="Print the whole pipeline as it will run, with each value's origin."
 )
 def check(pipelines: tuple[Path, ...], overrides: tuple[str, ...], form: str, resolved: bool) -> int:
-    """List every error of pipeline files, without running or importing anything they name.
+    """List every error in pipeline files, without running them or importing the code behind import paths.
 
     Exit code 0 if every file can run (warnings do not count), 2 if not.
     """

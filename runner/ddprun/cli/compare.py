@@ -31,11 +31,11 @@ _SEEDS_NOTE = "The comparison is of all seeds, and everything else on this page 
     "--vary",
     metavar="KEY=[A, B]",
     multiple=True,
-    help="Compare a key's values: --vary 'hooks=[[], [fp16]]'. Repeated: all combinations.",
+    help="Compare a key's values: --vary 'hooks=[[], [fp16]]'. If repeated, all combinations are compared.",
 )
-@override_option("Override a value in all of them.")
+@override_option("Override a value in all pipelines.")
 @click.option(
-    "--noop", is_flag=True, help="Also run the first setting with no gradients sent: the upper bound."
+    "--noop", is_flag=True, help="Also run the first setting without sending gradients, as an upper bound."
 )
 @click.option("--fidelity", is_flag=True, help="Compare gradients with the exact mean once per turn.")
 @click.option("--steps", type=click.IntRange(min=1), help="Steps of each run; by default the file's.")
@@ -43,9 +43,14 @@ _SEEDS_NOTE = "The comparison is of all seeds, and everything else on this page 
     "--seeds",
     type=click.IntRange(min=1),
     default=1,
-    help="Run everything under this many seeds, one after the other: comparing learning takes several.",
+    help="Run everything with this many seeds, one after the other. To compare learning, use several.",
 )
-@click.option("--turn", type=click.IntRange(min=2), default=20, help="Steps that a run takes at a time.")
+@click.option(
+    "--turn",
+    type=click.IntRange(min=2),
+    default=20,
+    help="Steps that a run takes before the next run continues.",
+)
 @click.option(
     "--control/--no-control", default=True, help="Run the first setting twice, to measure the noise."
 )

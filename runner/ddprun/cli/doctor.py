@@ -33,9 +33,9 @@ _WIDTH, _INDENT = 110, 24
 def doctor(form: str, timeout_s: float, **flags: FlagValue) -> int:
     """Check this host, or all hosts of a launch together.
 
-    For several hosts, start it once on each, with torchrun's own flags or by srun --ntasks-per-node=1: the
-    hosts find each other as in a run, and the first one prints what was found and what to do. Exit code 0 if
-    there is no problem, 1 if there is.
+    For several hosts, run this command once on each, with torchrun's own flags or by
+    srun --ntasks-per-node=1: the hosts find each other as in a run, and the first one prints what was found
+    and what to do. Exit code 0 if there is no problem, 1 if there is.
     """
     from ddprun.doctor.run import run
 

@@ -48,7 +48,7 @@ def _parse_sweep(ctx: click.Context, param: click.Parameter, value: str | None) 
 @click.option(
     "--from-link", metavar="RATE", help="The link between the --from run's hosts; by default unlimited."
 )
-@click.option("--from-latency", metavar="TIME", help="Latency of that link, one way; by default none.")
+@click.option("--from-latency", metavar="TIME", help="One-way latency of the same link; by default none.")
 @click.option("--cores", type=FiniteRange(min=0.1), help="Cores of each host; by default the measured run's.")
 @click.option(
     "--sweep", callback=_parse_sweep, metavar="nnodes=A..B", help="Predict for A, 2A, 4A … B hosts."
@@ -68,12 +68,12 @@ def explain(
     sweep: Sequence[int] | None,
     form: str,
 ) -> int:
-    """Show what a pipeline sends: which buckets, when, among which ranks, how many bytes. Starts no rank.
+    """Show what a pipeline sends: which buckets, when, among which ranks, and how many bytes.
 
-    Builds the model and the data, and runs forward and backward passes on one batch. With --link, --latency,
-    --from or --sweep, it also predicts how long steps take. What computation and hooks cost is measured
-    first, in a short run on this machine, or read from RUN. Exit code 0; 2 if the pipeline cannot run; 1 if
-    code that it names, or the short run, fails.
+    Builds the model and the data, and runs forward and backward passes on one batch, without starting ranks.
+    With --link, --latency, --from or --sweep, it also predicts how long steps take. The costs of computation
+    and hooks are first measured in a short run on this machine, or read from RUN. Exit code 0; 2 if the
+    pipeline cannot run; 1 if code that it names, or the short run, fails.
     """
     predicts = any(one is not None for one in (link, latency, measured, sweep))
     if measured is None and (from_link or from_latency):

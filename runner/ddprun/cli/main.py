@@ -91,7 +91,7 @@ class _RunByDefaultGroup(click.Group):
 )
 @click.version_option(__version__, prog_name="ddprun", message="%(prog)s %(version)s")
 def cli() -> None:
-    """Train a PyTorch model with DistributedDataParallel as a pipeline file says.
+    """Train a PyTorch model with DistributedDataParallel, as described in a pipeline file.
 
     `ddprun PIPELINE` is `ddprun run PIPELINE`. `ddprun init` writes a pipeline to start from.
     """

@@ -18,7 +18,7 @@ _MAX_TIMEOUT_S = 366 * 86_400
 @click.option(
     "--timeout-s",
     type=FiniteRange(min=0, min_open=True, max=_MAX_TIMEOUT_S),
-    help="Seconds in a collective until a hang is reported; by default the script's own limit.",
+    help="Seconds that a collective may take before a hang is reported; by default the script's own limit.",
 )
 @click.option(
     "--track", metavar="TRACK", default="[]", help="A list as in a pipeline, such as [tensorboard]."
@@ -33,7 +33,7 @@ def observe(
     script: Path,
     arguments: tuple[str, ...],
 ) -> int:
-    """Run a training script of your own under torchrun, and record its steps as those of a run.
+    """Run your own training script under torchrun, and record its steps like those of a pipeline.
 
     `torchrun --nproc-per-node 2 -m ddprun observe train.py --lr 0.1` does for train.py what a call of
     `ddprun.observe` in it would do, for the first DistributedDataParallel that it makes. That class's

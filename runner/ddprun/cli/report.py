@@ -21,9 +21,13 @@ from ddprun.run_files import replace_atomically
     "--predicted",
     metavar="FILE",
     type=click.File("rb"),
-    help="What `ddprun explain PIPELINE --link … --format json` printed, to show beside what was measured.",
+    help="Output of `ddprun explain PIPELINE --link … --format json`, to show beside the measurements.",
 )
-@click.option("--steps", metavar="FROM:TO", help="Steps in trace.json; by default all, or the last ones.")
+@click.option(
+    "--steps",
+    metavar="FROM:TO",
+    help="Steps in trace.json; by default all, or of a long run the last ones.",
+)
 @click.option("--trace/--no-trace", default=True, help="Write trace.json into each run's folder.")
 def report(
     runs: tuple[Path, ...], output: Path | None, predicted: IO[bytes] | None, steps: str | None, trace: bool

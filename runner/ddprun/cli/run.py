@@ -114,10 +114,12 @@ def forecast_options(command: Callable[..., Any]) -> Callable[..., Any]:
             *("--from", "measured"),
             metavar="RUN",
             type=click.Path(path_type=Path, exists=True, file_okay=False),
-            help="Predict from an existing run in place of a short one on this machine.",
+            help="Predict from an existing run instead of a short one on this machine.",
         ),
         click.option(
-            "--latency", metavar="TIME", help="Its latency one way: 5us, 8ms, or within=TIME,across=TIME."
+            "--latency",
+            metavar="TIME",
+            help="One-way latency of the link: 5us, 8ms, or within=TIME,across=TIME.",
         ),
         click.option(
             "--link",
@@ -149,7 +151,7 @@ def run(
 ) -> int:
     """Run a pipeline. Under torchrun or srun, join the run as a worker.
 
-    Flags that torchrun has, too, mean the same as there, and take precedence over the file's `launch`.
+    Torchrun's flags have the same meaning as in torchrun, and take precedence over the file's `launch`.
     """
     if or_resume and run_dir is None:
         raise click.UsageError("--or-resume needs --run-dir, the folder of the run to resume if it exists")
@@ -160,13 +162,13 @@ def run(
 @click.command(options_metavar="[OPTIONS]")
 @click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
 @override_option(
-    "Change a value, as in --set stages[0].train.steps=2000; what is in the checkpoint cannot change."
+    "Change a value, as in --set stages[0].train.steps=2000. What the checkpoint depends on cannot change."
 )
 def resume(run: Path, overrides: tuple[str, ...], **flags: FlagValue) -> int:
     """Resume a run from its newest intact checkpoint.
 
-    RUN is the run's folder. A damaged checkpoint is named and not used. With another number of ranks the
-    order of samples stays the same.
+    RUN is the run's folder. Damaged checkpoints are named and not used. With a different number of ranks,
+    the order of samples stays the same.
     """
     try:
         folder = pipeline_folder(run)

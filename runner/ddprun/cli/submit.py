@@ -25,7 +25,7 @@ class _Submit(click.Command):
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         pipeline, *own = super().get_params(ctx)
         to = click.Option(
-            ["--to"], type=click.Choice(CLUSTERS.names()), required=True, help="Where to send it."
+            ["--to"], type=click.Choice(CLUSTERS.names()), required=True, help="Where to send the pipeline."
         )
         flags = [
             click.Option([f"--{flag}"], metavar=metavar, help=f"For {name}: {text}")
@@ -41,7 +41,9 @@ class _Submit(click.Command):
     "Override a value, as in --set slurm.nodes=4; the value is YAML. May be given several times."
 )
 @click.option(
-    "--with-modules", is_flag=True, help="Also send those modules beside the file that the pipeline names."
+    "--with-modules",
+    is_flag=True,
+    help="Also send the modules beside the pipeline file that the pipeline names.",
 )
 @click.option("--dry-run", is_flag=True, help="Print what would be sent, and send nothing.")
 @click.option(
@@ -56,10 +58,10 @@ def submit(
     follow: bool,
     **flags: str | None,
 ) -> int:
-    """Hand a pipeline to a cluster; prints the job's id.
+    """Hand a pipeline to a cluster, and print the job's id.
 
-    The file says what to ask for, under `launch` and under the cluster's own name. The cluster schedules and
-    runs the job: ddprun is not a scheduler.
+    The file says which resources to request, under `launch` and under the cluster's own name. The cluster
+    schedules and runs the job: ddprun is not a scheduler.
     """
     loaded = load(pipeline, overrides)
     try:
