@@ -24,15 +24,15 @@ _ONLY = "an adapted DDP communication hook may call dist.all_reduce(…, async_o
 
 
 class DdpCommHook(Hook):
-    """A DDP communication hook. Its all-reduces travel as those of any other hook: in one order on all ranks,
-    with their times and bytes recorded.
+    """A DDP communication hook. Its all-reduces are sent like those of any other hook: in one order on all
+    ranks, with their times and bytes recorded.
 
     Args:
         hook: as `register_comm_hook` takes it. It calls `dist.all_reduce` with `async_op=True` on the process
             group that it is given, and chains what follows with `then`.
         state: its first argument, which gets the process group as `process_group`; None: that group itself,
             as torch's own default hooks take it.
-        rounds: the most all-reduces that one bucket needs.
+        rounds: the largest number of all-reduces that one bucket needs.
     """
 
     role = "reducer"

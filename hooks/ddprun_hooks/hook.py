@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Hook:
-    """Base of every hook. A subclass writes `__call__` and, if it keeps something, the state methods.
+    """Base class of all hooks. A subclass defines `__call__` and, if it keeps state, the state methods.
 
     State is a dictionary with string keys whose leaves are tensors, numbers, strings, booleans or None, in
     nested dictionaries and lists: it is written as safetensors plus JSON, and nothing in it is pickled.
@@ -39,18 +39,19 @@ class Hook:
     stack."""
 
     rounds: int = 1
-    """The most `reduce`s (codec) or collectives among all ranks (reducer) that one payload needs. Process
-    groups are made for so many before the first step; one round more is an error that names the hook."""
+    """The largest number of `reduce` calls (codec) or of collectives among all ranks (reducer) that one
+    payload needs. Process groups for this number are created before the first step; one more round is an
+    error that names the hook."""
 
     async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
         """Return the mean over ranks, with the shape, dtype and device of `payload.tensor`.
 
-        `payload.tensor` is this hook's own: it may be changed in place.
+        The hook may change `payload.tensor` in place.
         """
         raise NotImplementedError(f"{type(self).__name__} has no __call__")
 
     def requirements(self) -> GroupRequirements:
-        """Among which ranks this hook calls collectives itself, and how many for one payload."""
+        """The groups of ranks in which this hook itself calls collectives, and how many for one payload."""
         return {} if self.role == "codec" else {GroupRequirement("world"): self.rounds}
 
     def inner_stacks(self) -> Mapping[str, Stack]:
@@ -60,35 +61,35 @@ class Hook:
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What decides later steps, keyed by kind of payload and parameter name: copies, which no later step
-        changes. Loading it undoes a step that GradScaler skips.
+        """The state that affects later steps, keyed by kind of payload and parameter name. It consists of
+        copies, which no later step changes. Loading it undoes a step that GradScaler skips.
         """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Bring back what `state_dict` gave on this rank, or `merge` of all of them; `{}`: start anew."""
+        """Load what `state_dict` returned on this rank, or `merge` for all ranks; `{}` means: start anew."""
         if state:
             raise ValueError(f"{type(self).__name__} keeps no state, but was given {sorted(state)}")
 
     def merge(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """One state for every rank of a new world or layout, from the states of all ranks of the old.
+        """Merge the states of all ranks into one, for a different number of ranks or different buckets.
 
-        States come in rank order. A hook with state that does not override this keeps rank 0's state only.
+        The states are in rank order. A hook with state that does not override this keeps only rank 0's state.
         """
         return states[0] if states else {}
 
     def take_back(self, kind: str, means: dict[str, Tensor]) -> None:
-        """Parameters' means, as this hook gave them on all ranks, are used on none of them. A hook that keeps
-        what it does not send takes those of its parameters out of `means` and keeps them for later steps.
+        """Take back means that no rank used, as this hook returned them on all ranks. A hook that keeps what
+        it does not send removes its own parameters from `means`, and keeps their means for later steps.
 
         Args:
-            kind: of payload.
-            means: by parameter, shape (numel,).
+            kind: the kind of payload.
+            means: by parameter name, each of shape (numel,).
         """
 
     def choices(self) -> Mapping[tuple[str, int], str]:
-        """What this hook has chosen for each bucket, by kind of payload and number: a run records what
-        changes.
+        """What this hook has chosen for each bucket, by kind of payload and bucket number. A run records
+        changes of these choices.
         """
         return {}
 

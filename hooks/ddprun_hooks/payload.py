@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 PayloadKind = Literal["gradient", "parameters", "delta", "buffers", "optimizer"]
-"""`delta`: the change of parameters since ranks last had them in common. `optimizer`: its state."""
+"""`delta`: the change of parameters since ranks last held equal ones. `optimizer`: the optimizer's state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +46,13 @@ class Payload:
     """Shape (numel,). Already divided by the world size, so that the *sum* over ranks is the mean."""
 
     params: tuple[ParamSlice, ...]
-    """The parameters in it; empty if the tensor's elements are no parameters' (a codec has made them)."""
+    """The parameters in the tensor; empty if its elements do not belong to parameters, as after a codec."""
 
     kind: PayloadKind
     bucket: int
     compression_error: Tensor | None = None
-    """Shape (numel,), zeros: where a lossy hook writes what it did not send of this payload. None: it keeps
-    that itself, by parameter, and adds it to the next payload."""
+    """Shape (numel,), zeros: a lossy hook writes here what it did not send of this payload. None: the hook
+    itself keeps what it did not send, by parameter, and adds it to the next payload."""
 
     findings: list[Finding] = field(default_factory=list, compare=False)
 

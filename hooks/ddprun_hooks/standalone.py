@@ -39,10 +39,10 @@ _groups_kept: list[object] = []
 
 
 class Handle(BucketDispatcher):
-    """What `register` returns: the hooks' state, and the traces of the newest backward pass.
+    """What `register` returns: the hooks' state, and the traces of the latest backward pass.
 
-    DDP lays its buckets out anew after its first steps. Until then gradients travel by plain all-reduce, and
-    each bucket is compared between ranks first.
+    DDP rebuilds its buckets after its first steps. Until then, gradients are sent by a plain all-reduce, and
+    ranks compare the layout of each bucket first.
     """
 
     def __init__(
@@ -67,15 +67,15 @@ class Handle(BucketDispatcher):
         self.traces: list[BucketTrace[Any]] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of this rank's hooks, by hook and parameter name. Every rank has a state of its own."""
+        """The state of this rank's hooks, by hook and parameter name. Each rank has its own state."""
         return self.stack.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Bring back what `state_dict` gave on this rank, or what `merge` made of all ranks' states."""
+        """Load what `state_dict` returned on this rank, or `merge` for the states of all ranks."""
         self.stack.load_state_dict(state)
 
     def merge(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """One state from those of every rank, in rank order, for other ranks or buckets to load."""
+        """Merge the states of all ranks, in rank order, into one that other ranks or buckets can load."""
         return self.stack.merge(states)
 
     def _on_bucket_before_layout_frozen(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -150,19 +150,19 @@ def register(
     scaler: torch.amp.GradScaler | None = None,
     timeout: timedelta = timedelta(minutes=10),
 ) -> Handle:
-    """Have a model's gradients travel through hooks. Every rank calls it, with the same hooks.
+    """Send a model's gradients through hooks. Every rank must call it, with the same hooks.
 
     Args:
         model: on the default process group; no other hook may be registered with it.
-        hooks: one or a list, such as `"fp16"` or `[{"hierarchical": {"across": ["int8"]}}]` as in a pipeline
-            file, and `Hook` objects and async functions as they are.
-        scaler: the GradScaler, if one scales the loss: hooks then see true gradients, and a step that it
-            skips leaves their state as it was. One that is disabled counts as none.
+        hooks: one hook or a list. Write hooks as in a pipeline file, such as `"fp16"` or
+            `[{"hierarchical": {"across": ["int8"]}}]`, or pass `Hook` objects and async functions.
+        scaler: the GradScaler, if one scales the loss: hooks then see unscaled gradients, and a skipped step
+            does not change their state. A disabled scaler is ignored.
         timeout: how long a collective may take.
 
     Raises:
-        HookSetupError: no such hook, wrong options, a stack that cannot work, or a model it cannot work on.
-        DisagreementError: the ranks were given different hooks; it names the ranks.
+        HookSetupError: unknown hook, wrong options, a stack that cannot work, or an unsuitable model.
+        DisagreementError: the ranks were given different hooks; the error names the ranks.
     """
     check_model(model)
     return attach(model, make_stack(hooks), open_control_channel(timeout), scaler=scaler, timeout=timeout)

@@ -1,4 +1,4 @@
-"""Run hooks on several ranks in one process, and hold them to what every hook promises.
+"""Run hooks on several ranks in one process, and check what every hook must guarantee.
 
 ```python
 from ddprun_hooks.testing import check_hooks
@@ -7,7 +7,7 @@ def test_my_hook():
     check_hooks({"mylab.hooks.Mine": {"strength": 2}}, ranks=3)
 ```
 
-Ranks are threads, each with Gloo process groups of its own over loopback: three of them take 30 ms to start.
+Ranks are threads, each with its own Gloo process groups over loopback: three of them take 30 ms to start.
 Tensors are in host memory.
 """
 
@@ -116,13 +116,13 @@ class Rank:
 def run_hooks(
     hooks: AnyHook | Sequence[AnyHook], ranks: int, body: Callable[[Rank], Any], hosts: Sequence[str] = ()
 ) -> list[Any]:
-    """Run `body` on each rank, with a stack of its own; gives what they return, in rank order.
+    """Run `body` on each rank, with its own stack; returns what the ranks return, in rank order.
 
     Args:
         hooks: as `ddprun_hooks.register` takes them; each rank gets copies of hook objects.
-        ranks: how many.
-        body: what each does.
-        hosts: name of each rank's host; all are on one if left out.
+        ranks: the number of ranks.
+        body: what each rank runs.
+        hosts: the name of each rank's host; by default, all ranks are on one host.
     """
     return run_ranks(
         ranks,
@@ -139,28 +139,28 @@ def check_hooks(
     hosts: Sequence[str] = (),
     relative_error: float | None = None,
 ) -> None:
-    """Hold a hook, or a stack of hooks, to what every one promises.
+    """Check that a hook, or a stack of hooks, has the properties that every hook must have.
 
     - All ranks get the same bits.
-    - Nothing is lost, up to `relative_error`: a hook that keeps residuals (`Hook.residual_square`) has sent
-      all that came in once further steps, of zeros, have emptied them; also where a parameter's mean is used
-      on no rank. A hook without error feedback gives the mean.
-    - State that is saved and loaded gives the same bits again; all ranks' states, merged, lose nothing in
-      another layout of buckets.
+    - Nothing is lost, up to `relative_error`. A hook that keeps residuals (`Hook.residual_square`) has sent
+      all its inputs after further steps with zeros have emptied the residuals, even if no rank used a
+      parameter's mean. A hook without error feedback returns the mean.
+    - After a state is saved and loaded, the hook gives the same bits. The merged states of all ranks lose
+      nothing with different buckets.
     - A step that is rolled back leaves no trace in the state.
-    - No more collectives are issued than the hook declares by `rounds` (the queue itself sees to it).
+    - The hook issues no more collectives than its `rounds` allow (the queue itself enforces this).
 
     Payloads are in float32, as gradients are.
 
     Args:
         hooks: as `ddprun_hooks.register` takes them.
-        ranks: how many to run.
-        hosts: name of each rank's host; all are on one if left out.
-        relative_error: largest |lost| / |mean| that is allowed; None: the rounding error of
+        ranks: the number of ranks.
+        hosts: the name of each rank's host; by default, all ranks are on one host.
+        relative_error: the largest |lost| / |mean| that is allowed; None: the rounding error of
             float32 (1e-6), or of the stack's coarsest cast that sums in 16 bits (`torch.finfo(...).eps`).
 
     Raises:
-        AssertionError: says which promise does not hold.
+        AssertionError: says which property does not hold.
         Exception: what the hook has raised.
     """
     steps, unused, unused_in = 4, PARAMS[0], 1

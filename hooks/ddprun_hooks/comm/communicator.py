@@ -37,14 +37,14 @@ class Communicator:
         params: tuple[ParamSlice, ...] | None = None,
         compression_error: Tensor | None = None,
     ) -> Tensor:
-        """Reduce `tensor` over the ranks by the rest of the stack; gives the sum.
+        """Reduce `tensor` over the ranks by the rest of the stack; returns the sum.
 
         Args:
-            tensor: shape (any,); given away, its memory is overwritten.
-            params: which parameters its elements are; None: as in the payload if the length is the same, else
-                none.
+            tensor: shape (any,); its memory may be overwritten.
+            params: the parameters to which its elements belong; None: as in the payload if the length is the
+                same, else none.
             compression_error: shape (any,), zeros: later hooks add to it what they did not send. None: they
-                keep that themselves, by parameter; so each element must be of one (`params`).
+                keep that themselves, by parameter; each element must then belong to one of `params`.
         """
         assert self._rest_of_stack is not None, "a hook's communicator knows the rest of its stack"
         return await self._rest_of_stack(tensor, params, compression_error)

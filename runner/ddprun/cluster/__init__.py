@@ -113,7 +113,7 @@ class Submission:
 
 
 class Cluster(Plugin):
-    """One way to have a pipeline run elsewhere; an object of it is one job."""
+    """Base class of cluster backends, which run a pipeline elsewhere. An object of a subclass is one job."""
 
     class Options(options.Options):
         """Base of what stands under a backend's key: nothing unknown, no other types, finite numbers only."""
@@ -122,7 +122,7 @@ class Cluster(Plugin):
     """Whether the job contains the pipeline file's text; a file with a secret in it is then refused."""
 
     max_modules_bytes: ClassVar[int] = 0
-    """Most bytes of `Submission.modules` that a job can take along; 0: it takes none."""
+    """The largest size of `Submission.modules` that a job can contain; 0: a job contains no modules."""
 
     variables_source: ClassVar[str] = ""
     """Where the job's environment variables are set, for messages; empty: in the shell that submits it."""
@@ -144,7 +144,7 @@ class Cluster(Plugin):
         return ()
 
     def send(self) -> str:
-        """Hand it over; gives the job's id. Raises ClusterError: the cluster is not there, or refuses."""
+        """Submit the job; returns its id. Raises ClusterError if the cluster is not there, or refuses it."""
         raise NotImplementedError
 
     def follow(self, job: str, show: ShowOutput) -> Outcome:

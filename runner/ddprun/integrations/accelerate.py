@@ -15,7 +15,7 @@ except ModuleNotFoundError as error:
 
 
 def observe(accelerator: Accelerator, model: Any, *optimizers: Optimizer, **options: Any) -> ObservedRun:
-    """Observe a model and its optimizers as `accelerator.prepare` has returned them, with the scaler that the
-    `accelerator` has. Options and errors are those of `ddprun.observe`.
+    """Observe a model and its optimizers, as returned by `accelerator.prepare`, with the scaler of the
+    `accelerator`. Options and errors are those of `ddprun.observe`.
     """
     return observe_model(model, optimizers or None, scaler=accelerator.scaler, **options)

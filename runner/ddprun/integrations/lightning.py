@@ -12,10 +12,10 @@ except ModuleNotFoundError as error:
 
 
 class ObserveCallback(Callback):
-    """Observes each `fit` of a Trainer. Options, and errors when training begins, are `ddprun.observe`'s."""
+    """Observes each `fit` of a Trainer. Options, and errors when it begins, are those of `ddprun.observe`."""
 
     run: ObservedRun | None = None
-    """Of the newest `fit`; None until training begins."""
+    """The run of the latest `fit`; None until training begins."""
 
     def __init__(self, **options: Any) -> None:
         self._options = options

@@ -23,7 +23,7 @@ class ObserveCallback(TrainerCallback):
     """Observes each `train` of a Trainer. Options and errors are those of `ddprun.observe`."""
 
     run: ObservedRun
-    """Of the newest `train`, once training has begun."""
+    """The run of the latest `train`, once training has begun."""
 
     def __init__(self, **options: Any) -> None:
         self._options = options

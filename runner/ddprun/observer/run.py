@@ -75,8 +75,8 @@ def observe(
     every: int = 1,
     track: Sequence[str | Mapping[str, Any]] = (),
 ) -> "ObservedRun":
-    """Record the steps of a script that trains `model`, as a run of a pipeline records them. Every rank calls
-    it, with the same arguments, before the first step.
+    """Record the steps of a script that trains `model`, like those of a pipeline. Every rank must call it,
+    with the same arguments, before the first step.
 
     Args:
         model: on the default process group; no communication hook may be registered with it.
@@ -84,20 +84,20 @@ def observe(
             holds a parameter of the model.
         hooks: as in `ddprun_hooks.register`; none: a plain all-reduce of each bucket.
         scaler: the GradScaler, if one scales the loss.
-        run_dir: a folder that is new or empty; None: a new one in `runs/NAME`. Where torchrun has restarted
+        run_dir: a folder that is new or empty; None: a new one in `runs/NAME`. If torchrun has restarted
             the ranks, `-restart-N` is added.
-        name: of the run; None: the script's file name.
-        timeout_s: after so long in a collective of this run, a report says which rank is missing and where it
-            is, and the process ends. None: as long as the default process group has.
-        every: every n-th step gets a record.
+        name: the name of the run; None: the script's file name.
+        timeout_s: if a collective of this run takes longer, a report says which rank is missing and where it
+            is, and the process ends. None: the timeout of the default process group.
+        every: record every n-th step.
         track: where else rank 0 sends curves, as in a pipeline: names of trackers, or mappings of a name to
             options.
 
     Raises:
-        HookSetupError: no such hook, wrong options, or a model on which hooks cannot work.
+        HookSetupError: unknown hook, wrong options, or an unsuitable model.
         DisagreementError: the ranks were given different hooks.
         RunFolderError: the folder cannot be made, or is not empty.
-        PipelineError: no such tracker, wrong options, or a package that is not installed.
+        PipelineError: unknown tracker, wrong options, or a package that is not installed.
     """
     return ObservedRun(model, optimizer, hooks, scaler, run_dir, name, timeout_s, every, track)
 
@@ -138,13 +138,13 @@ class _NotesOnly(Screen):
 
 
 class ObservedRun:
-    """A run of a script's own; `observe` makes it. As a context manager it closes itself."""
+    """The run of an observed script, which `observe` returns. As a context manager, it closes itself."""
 
     folder: Path
     """The run's folder, an absolute path."""
 
     hooks: Handle
-    """The hooks' state: each rank's checkpoint needs `run.hooks.state_dict()`, if hooks keep anything."""
+    """The hooks' state: if hooks keep state, save `run.hooks.state_dict()` in each rank's checkpoint."""
 
     def __init__(
         self,
@@ -234,22 +234,23 @@ class ObservedRun:
             undo.pop_all()
 
     def steps(self, loader: Iterable[_T]) -> TimedLoader[_T]:
-        """The loader, for one epoch or all: the time for each of its batches becomes `data_us`. Without it
-        that time is `other_us`.
+        """Wrap a data loader, for one epoch or all: the time for each batch is then recorded as `data_us`.
+        Without this, the time is part of `other_us`.
         """
         return TimedLoader(loader, self.marks)
 
     def note_loss(self, loss: Tensor) -> None:
-        """Record the mean loss of the newest forward pass, shape (). It is known without this if the model
-        returns it, alone or as a mapping's `loss`.
+        """Record the mean loss of the latest forward pass, shape (). This is not needed if the model returns
+        its loss, alone or as `loss` in a mapping.
         """
         self.marks.note_loss(loss)
 
     def close(self) -> None:
         """Finish the records and write `summary.json`; every rank calls it, after its last step.
 
-        A script that ends without it leaves the same, but for two things: of the newest half second nobody
-        knows how late other ranks were, and records of hosts that do not share the run's disk are lost.
+        A script that ends without `close` leaves the same files, with two exceptions: for the last half
+        second, it is not known how late other ranks were, and records of hosts that do not share the run's
+        disk are lost.
         """
         if not self._end(alone=False):
             return

@@ -102,26 +102,27 @@ class OuterOptimizer:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One kind of exchange, after regular steps of a stage. Steps count from 1."""
+    """One kind of exchange, at regular intervals of a stage's steps, which count from 1."""
 
     what: Literal["change", "parameters", "optimizer"]
-    """`change`: the mean change of the parameters since ranks last had them in common, through the stage's
-    hooks, which lose little of it; never among a partition. `parameters`, `optimizer`: the mean of the
-    parameters, or of the optimizer's state, as they are and past all hooks."""
+    """`change`: the mean change of the parameters since ranks last held equal ones, through the stage's
+    hooks; never among the parts of a partition. `parameters`, `optimizer`: the mean of the parameters, or of
+    the optimizer's state, without hooks."""
 
     every: int  # steps from one time to the next; 0: only at the stage's end, where it makes ranks equal
     phase: int = 0  # it starts after steps whose number, divided by `every`, leaves this remainder
     not_every: int | None = None  # never after a step that is a multiple of this
     delay: int = 0
-    """Training goes on meanwhile, and the result is applied so many steps later; `change` alone."""
+    """Training continues during the exchange, and the result is applied this many steps later; only for
+    `change`."""
 
     among: Literal["all", "host"] | Partition = "all"
     source: int | None = None  # the rank whose `parameters` all take; None: their mean
     fragment: tuple[int, int] = (0, 1)  # which of how many parts of the parameters, about equally large
     outer: OuterOptimizer | None = None  # what becomes of the mean change; None: it is added
     own_part: float | None = None
-    """The part of its own weights that a rank keeps when a `change` is applied, until the stage's end; None:
-    what it has learned since the exchange began."""
+    """The fraction of its own weights that a rank keeps when a `change` is applied, until the stage's end;
+    None: what it has learned since the exchange began."""
 
     def __post_init__(self) -> None:
         if self.what == "change" and self.partition is not None:
@@ -166,8 +167,8 @@ class SyncPlan:
     changes_weights: bool = True  # False: nothing in the stage changes weights
     round: Round | None = None  # what a step is, if each rank takes as many updates in it as it manages
     keeps_apart: bool = False
-    """Ranks are meant to differ: a stage before this one need not make them equal, and this one cannot resume
-    with another number of ranks."""
+    """Ranks are meant to differ: a stage before this one need not make them equal, and this one cannot be
+    resumed with a different number of ranks."""
 
     def __post_init__(self) -> None:
         outer = [(one.among, one.fragment) for one in self.transfers if one.outer is not None]
@@ -393,8 +394,8 @@ OptimizerStateMode = Literal["local", "average"]
 
 
 class SyncPolicy(Options):
-    """Base of every sync policy. The fields of a subclass are its options in the file, checked before a run;
-    its docstring is its line in `ddprun catalog`.
+    """Base class of all sync policies. The fields of a subclass are its options in the file, checked before a
+    run; its docstring is its line in `ddprun catalog`.
     """
 
     period_key: ClassVar[str] = "every"

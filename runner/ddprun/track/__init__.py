@@ -38,14 +38,14 @@ class StepInfo:
 class Tracker(Plugin):
     """Shows the curves and metrics of a run elsewhere.
 
-    It lives on a thread of its own on rank 0. Whatever it raises ends the tracker and not the run.
+    It runs on a separate thread on rank 0. An exception ends the tracker, but not the run.
     """
 
     class Options(options.Options):
         """Base of the options of trackers: nothing unknown, no other types, finite numbers only."""
 
     needs: ClassVar[str] = ""
-    """The package that it imports when it is made, by the name under which Python imports it."""
+    """The package that the tracker imports when it is created, by its import name."""
 
     def __init__(self, options: Any, run: RunInfo) -> None:
         """Begin; `options` are the `Options` of its class, as the pipeline has them."""
