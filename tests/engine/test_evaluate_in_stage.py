@@ -178,6 +178,17 @@ def test_best_and_early_stop_are_agreed_and_survive_a_kill(tmp_path: Path) -> No
     assert summary(broken / "run")["steps"] == 25, "a stage that has stopped early does not go on"
 
 
+def test_a_resumed_stage_that_stops_by_another_metric_begins_to_count_anew(tmp_path: Path) -> None:
+    """The first has not improved for as long as `patience` allows; the run then goes by the loss."""
+    text = STOPPED.replace("steps: 60", "steps: 10").replace("patience: 4", "patience: 1")
+    assert summary(launch(tmp_path, text, 2))["stages"][0]["stopped_early"]
+    text = text.replace("steps: 10", "steps: 15").replace(
+        "{metric: flat, mode: max", "{metric: loss, mode: min"
+    )
+    (stage,) = summary(launch(tmp_path, text, 2))["stages"]
+    assert (stage["steps"], stage["best"]["metric"]) == (15, "loss")
+
+
 def test_an_interrupted_run_measures_what_is_owed(tmp_path: Path) -> None:
     """A stop comes before the evaluation of its step, which the resumed run makes up for."""
     text = (

@@ -89,6 +89,8 @@ def explain(
         from ddprun.predict.costs import check_predictable
 
         check_predictable(loaded.pipeline)
+    if links.across.takes_time and not sweep and (nnodes or loaded.pipeline.launch.host_range[1]) == 1:
+        say("warning: the link is between hosts, and there is one: it has no effect (set more with --nnodes)")
     loaded.check_environment()
     printing.print_faults(loaded.warnings)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what matters comes as an error

@@ -315,8 +315,8 @@ class Timings(Options):
     """Compare each bucket of every n-th step with the exact mean gradient; 0 never does."""
 
     grad_norm_every: NonNegativeInt = 50
-    """Measure the norm of all gradients in every n-th step; 0 never does. With `clip_norm`, every
-    step has it."""
+    """Measure the norm of all gradients in every n-th step; 0 never does. With `clip_norm`, and without
+    `clip_value`, every step has it."""
 
     gradients: bool = False
     """Record when each parameter's gradient was complete, and which one completed its bucket."""

@@ -165,10 +165,7 @@ def discard_stale_best(session: Session) -> None:
 
 def _update_since_best(session: Session, wanted: EarlyStop, value: float) -> None:
     state, results = session.state, session.state.results
-    best = results.best
-    if best is not None and best.metric != wanted.metric:
-        best = None  # a resumed run goes by another one
-    if wanted.improves(value, None if best is None else best.value, by=wanted.min_delta):
+    if wanted.improves(value, None if results.best is None else results.best.value, by=wanted.min_delta):
         results.best, results.since_best = Best(metric=wanted.metric, value=value, step=state.step), 0
         return
     results.since_best += 1

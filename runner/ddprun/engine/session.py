@@ -178,7 +178,7 @@ class Results(BaseModel, strict=True):
     farthest_apart: float = 0.0  # the largest difference between two ranks that an audit has seen
 
     def begin_stage(self) -> None:
-        """A stage begins: `kept` stays, since the file does."""
+        """A stage begins, or a resumed one goes by another metric: `kept` stays, since the file does."""
         self.best, self.since_best = None, 0
 
 

@@ -138,6 +138,8 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
         if settings.epochs is not None:
             feed.skip_rest_of_epoch()
         cursor.begin(stage.index, state.step, feed.next_epoch)
+    best = state.results.best
+    if saved is None or (stage.stop and best and best.metric != stage.stop.metric):
         state.results.begin_stage()
     steps, done = settings.steps, state.step - cursor.first_step
     if steps is not None:

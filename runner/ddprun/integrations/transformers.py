@@ -20,10 +20,10 @@ except ModuleNotFoundError as error:
 
 
 class ObserveCallback(TrainerCallback):
-    """Observes each `train` of a Trainer. Options and errors are those of `ddprun.observe`."""
+    """Observes the first `train` of a Trainer. Options and errors are those of `ddprun.observe`."""
 
     run: ObservedRun
-    """The run of the latest `train`, once training has begun."""
+    """The run, once training has begun."""
 
     def __init__(self, **options: Any) -> None:
         self._options = options

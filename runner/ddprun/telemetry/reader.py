@@ -41,7 +41,7 @@ _MAX_PIPELINE_BYTES = 64 << 10
 _MAX_RANKS = 1_000
 _MAX_DRIFT = 1e-3  # clocks of computers drift by less than this
 _EVENT_NAMES = {
-    "checkpoint_skipped": "damaged checkpoint not used",
+    "checkpoint_skipped": "checkpoint not used",
     "data_differs": "ranks read different data",
     "nonfinite": "not finite",
     "reconciled": "ranks made equal",

@@ -368,7 +368,7 @@ def steps_per_turn_and_run(
 
     `step_s` is of one step of each of the runs, together, `budget_s` for all of it. A turn should cover the
     `longest_period` of their policies (None: take the longest turn there is time for), and no run exceed the
-    `stage_steps` of the stage, where they are known.
+    `stage_steps` of the stage, where they are known and allow enough turns.
     """
     most = int(max(0.0, budget_s) / step_s)
     if stage_steps is not None:
