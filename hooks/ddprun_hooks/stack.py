@@ -104,8 +104,8 @@ class Stack:
             onward = replace(payload, tensor=tensor, params=params, compression_error=compression_error)
             return self.run(onward, group, depth + 1)
 
-        result: object = self.hooks[depth](payload, Communicator(group, rest))
-        if not isinstance(result, Awaitable):
+        result: Any = self.hooks[depth](payload, Communicator(group, rest))
+        if not hasattr(result, "__await__"):
             raise HookSetupError(
                 not_async_message(self.names[depth], f"called, it gave {type(result).__name__}")
             )
