@@ -47,16 +47,16 @@ class TopK(ErrorFeedback):
         residual = self.residual(payload, comm.size)
         if self.decay != 1.0:
             residual *= self.decay
-        chunks = Chunks.of(payload.tensor, self.chunk, self.density, self.values)
-        gathered = await comm.all_gather(chunks.take_largest(payload.tensor, residual))
-        total = residual.new_zeros(chunks.count, chunks.length)
+        layout = ChunkLayout.for_payload(payload.tensor, self.chunk, self.density, self.values)
+        gathered = await comm.all_gather(layout.take_largest(payload.tensor, residual))
+        total = residual.new_zeros(layout.count, layout.length)
         for part in view_per_rank(gathered, comm.size):
-            chunks.add(part.clone(), total)  # a clone is aligned
+            layout.add(part.clone(), total)  # a clone is aligned
         return payload.tensor.copy_(total.view(-1)[: payload.tensor.numel()])
 
 
 @dataclass(frozen=True)
-class Chunks:
+class ChunkLayout:
     """How a bucket is cut: into equally long chunks, of which the last one is padded with zeros."""
 
     count: int
@@ -65,7 +65,9 @@ class Chunks:
     format: WireFormat  # of k values, together
 
     @classmethod
-    def of(cls, payload: Tensor, most: int, density: float, values: ValueFormat | None) -> "Chunks":
+    def for_payload(
+        cls, payload: Tensor, most: int, density: float, values: ValueFormat | None
+    ) -> "ChunkLayout":
         count = -(-payload.numel() // most)
         length = -(-payload.numel() // count)
         k = math.ceil(density * length)

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
 from ddprun.config import LoadedPipeline, StepStage
 from ddprun.config.sections import Replay
-from ddprun.engine.data import micro_batch_sizes
+from ddprun.engine.data import global_micro_batch_sizes
 from ddprun.engine.feeds import Feeds
 from ddprun.parallel.ranks import Ranks
 from ddprun.sync.plan import Round
@@ -94,7 +94,7 @@ class Balance:
         self._forget(step)
         if self.by_speed and self.local_batch is not None and not resumed:
             self.shares, self.speeds, self._first_window = self._initial_shares, (), True
-        self._replay(step + 1)
+        self._take_replayed_shares(step + 1)
 
     def add(self, steps: Sequence[int], messages: FloatArray) -> None:
         """Take all ranks' control messages about these steps, shape (messages, ranks, numbers)."""
@@ -119,7 +119,7 @@ class Balance:
         """Whether there are other shares from the next step on; alike on all ranks."""
         before = self.shares
         if self.replayed:
-            self._replay(step + 1)
+            self._take_replayed_shares(step + 1)
         elif self.by_speed and self._window_is_full:
             self._judge()
         if self.shares == before:
@@ -131,7 +131,7 @@ class Balance:
         self._busy, self._step_us, self._wanted = [], [], None
         self._measure_from = step + 1 + (_LEFT_OUT if self.local_batch is None else _ROUNDS_LEFT_OUT)
 
-    def _replay(self, step: int) -> None:
+    def _take_replayed_shares(self, step: int) -> None:
         if self.replayed:
             firsts = sorted(self.replayed)
             self.shares = self.replayed[firsts[max(0, bisect_right(firsts, step) - 1)]]
@@ -234,7 +234,8 @@ def _open_balance(
     loader = loaded.pipeline.loader
     if loader.balance is None and one_round is None:
         return Balance()
-    size, total, most = 1, micro_batch_sizes(loader, ranks.size)[0], int(loader.max_share * loader.batch_size)
+    size, total = 1, global_micro_batch_sizes(loader, ranks.size)[0]
+    most = int(loader.max_share * loader.batch_size)
     if one_round is not None:
         size, total = loader.batch_size, one_round.samples or total
         most = total

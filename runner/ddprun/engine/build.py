@@ -437,7 +437,7 @@ def build_mutate_or_update(loaded: LoadedPipeline, path: str, choice: Choice) ->
     return lambda model, *closure: function(model_alone(model), *closure)
 
 
-def build_metric(
+def build_dotted_metric(
     loaded: LoadedPipeline, path: str, choice: Choice, device: torch.device
 ) -> Callable[..., Any] | StatefulMetric:
     """A dotted metric: a function of (output, target) that returns a number, or one that accumulates."""

@@ -168,7 +168,7 @@ class Feed:
         if share != self._share:
             self._share = share
         in_round = local_batch is not None
-        self._sizes = [sum(shares)] if in_round else micro_batch_sizes(self.loader, self.world_size)
+        self._sizes = [sum(shares)] if in_round else global_micro_batch_sizes(self.loader, self.world_size)
         self._least = self.loader.global_batch or local_batch or self._sizes[0]  # `drop_last` drops less
 
     def _samples_left(self, consumed: int | None = None) -> int:
@@ -191,7 +191,7 @@ class Feed:
         return None if self.iterable else self._steps_after(0, accumulate)
 
     def _steps_after(self, consumed: int, accumulate: int) -> int:
-        sizes = micro_batch_sizes(self.loader, self.world_size)
+        sizes = global_micro_batch_sizes(self.loader, self.world_size)
         left = max(0, self._nominal_epoch_samples - consumed)
         left -= left % (self.loader.global_batch or sizes[0]) if self.drop_last else 0
         return -(-left // (sum(sizes) * accumulate))
@@ -555,7 +555,7 @@ class _RankShareDataset(IterableDataset[tuple[list[tuple[Any, int]], int]]):
             at += len(items)
 
 
-def micro_batch_sizes(loader: Loader, ranks: int) -> list[int]:
+def global_micro_batch_sizes(loader: Loader, ranks: int) -> list[int]:
     """Samples of all ranks in each micro-batch of a step with `global_batch`; without it, in any one."""
     most = loader.batch_size * ranks
     if loader.global_batch is None:

@@ -311,7 +311,7 @@ def _metrics(
         place = f"{path}.metrics[{index}]"
         select = partial(objective.select, choice.beside, place)
         if choice.source != "built-in":
-            metric = build.build_metric(loaded, place, choice, session.runtime.device)
+            metric = build.build_dotted_metric(loaded, place, choice, session.runtime.device)
             if isinstance(metric, StatefulMetric):
                 metric.select, found[name] = select, metric
             else:

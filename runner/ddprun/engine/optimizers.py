@@ -51,7 +51,7 @@ def build_optimizer(
     if len({group["lr"] for group in scaled}) == 1:
         for group in scaled:
             group["lr"] *= group["lr_scale"]
-    _check_optimizer(chosen, optimizer)
+    _check_step_and_state_dict(chosen, optimizer)
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     if missing := [name for name, param in trainable_parameters(model).items() if id(param) not in held]:
         text = f"it leaves out parameters that are trained: {abbreviated_list(missing)}"
@@ -111,7 +111,7 @@ def _build_two_optimizers(
         ):
             if refused:
                 raise builder.error(f"an optimizer that {why} must be the only one", "choose another")
-        _check_optimizer(builder, optimizer)
+        _check_step_and_state_dict(builder, optimizer)
         made.append(optimizer)
     return TwoOptimizers(*made)
 
@@ -178,7 +178,7 @@ def _optimizer_argument(chosen: ChoiceBuilder, model: nn.Module, params: list[An
     return list(trainable_parameters(model).items()) if first == "named_parameters" else model_alone(model)
 
 
-def _check_optimizer(chosen: ChoiceBuilder, optimizer: Optimizer) -> None:
+def _check_step_and_state_dict(chosen: ChoiceBuilder, optimizer: Optimizer) -> None:
     """Raise a PipelineError if an optimizer's step takes arguments, or checkpoints would miss its state."""
     kind = type(optimizer)
     try:

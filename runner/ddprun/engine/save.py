@@ -45,7 +45,7 @@ def check_saves(session: Session) -> None:
         if not isinstance(stage, SaveStage) and getattr(stage, "keep_best", None) is None:
             continue
         only_trainable = isinstance(stage, SaveStage) and stage.only == "trainable"
-        kept = _saved_tensors(model, only_trainable=only_trainable)
+        kept = _weights_to_save(model, only_trainable=only_trainable)
         for dtype, name in {tensor.dtype: name for name, tensor in kept.items()}.items():
             try:
                 serialize({"": torch.empty(1, dtype=dtype)})
@@ -73,7 +73,7 @@ def write_weights_and_pipeline(
     session: Session, target: Path, *, only_trainable: bool = False, step: int | None = None
 ) -> None:
     """Write the model and its pipeline, each whole or not at all; raises OSError."""
-    kept = _saved_tensors(model_alone(session.runtime.model), only_trainable=only_trainable)
+    kept = _weights_to_save(model_alone(session.runtime.model), only_trainable=only_trainable)
     # Copies: safetensors takes no two views of one storage.
     tensors = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in kept.items()}
     unfinished = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
@@ -97,7 +97,7 @@ def saved_step(folder: Path, name: str) -> int | None:
         return None
 
 
-def _saved_tensors(model: nn.Module, *, only_trainable: bool) -> dict[str, Tensor]:
+def _weights_to_save(model: nn.Module, *, only_trainable: bool) -> dict[str, Tensor]:
     """What is saved of a model, by the names that it has without `torch.compile`; of tied ones the first."""
     found: dict[tuple[Any, ...], tuple[str, Tensor]] = {}
     for name, value in model.state_dict(keep_vars=True).items():

@@ -53,7 +53,7 @@ class Launcher:
 def detect_launcher(environment: Mapping[str, str], flags: Flags) -> Launcher | None:
     """The launcher in a process's environment; None: a user. Raises LauncherError for contradictions."""
     if "TORCHELASTIC_RUN_ID" in environment:
-        return _launcher_of_rank("torchrun", environment, flags)
+        return _launcher_from_rank_variables("torchrun", environment, flags)
     if "PET_NODE_RANK" in environment or "PET_MASTER_ADDR" in environment:
         # Torchrun's own code reads these variables as its flags.
         nodes, node = environment.get("PET_NNODES", "1"), _number(environment, "PET_NODE_RANK", 0)
@@ -62,7 +62,7 @@ def detect_launcher(environment: Mapping[str, str], flags: Flags) -> Launcher | 
         return Launcher(f"Kubeflow Trainer's variables (PET_…): host {node} of {nodes}", is_first=node == 0)
     by_srun = _srun_launcher(environment, flags)
     if "RANK" in environment or (by_srun is None and "WORLD_SIZE" in environment):
-        plain = _launcher_of_rank("a launcher that sets RANK and WORLD_SIZE", environment, flags)
+        plain = _launcher_from_rank_variables("a launcher that sets RANK and WORLD_SIZE", environment, flags)
         if by_srun is not None and not by_srun.starts_ranks:
             for ours, theirs in (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")):
                 if plain.variables[ours] != by_srun.variables[ours]:
@@ -74,7 +74,7 @@ def detect_launcher(environment: Mapping[str, str], flags: Flags) -> Launcher | 
     return by_srun
 
 
-def _launcher_of_rank(name: str, environment: Mapping[str, str], flags: Flags) -> Launcher:
+def _launcher_from_rank_variables(name: str, environment: Mapping[str, str], flags: Flags) -> Launcher:
     missing = [variable for variable in ("RANK", "WORLD_SIZE") if variable not in environment]
     rank, size = _number(environment, "RANK", 0), _number(environment, "WORLD_SIZE", 1)
     if size > 1 or "RANK" not in environment:

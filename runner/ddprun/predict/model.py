@@ -244,9 +244,10 @@ class _InstructionGenerator:
         yield Compute(whole_us * (1 - done), "backward_us")
         yield AwaitTransfers("gradient")
 
-    def _last_rank_wait_us(self, steps: int) -> float:
+    def _last_rank_wait_us(self, steps_since_exchange: int) -> float:
         """How long a rank waits for the last one: less if they share cores, which it then has."""
-        return self.model.lateness.expected_us(steps, self.world.ranks) * self.machine.core_share()
+        late_us = self.model.lateness.expected_us(steps_since_exchange, self.world.ranks)
+        return late_us * self.machine.core_share()
 
     def _transfer(
         self, exchange: PlannedExchange, bucket: Bucket, queue: str, late_us: float

@@ -63,7 +63,7 @@ def make_sections(
     found: dict[str, Iterator[Block]] = {
         "Where the time went": _time_section(runs),
         "Timeline of a step": _timeline_section(digest),
-        "The run": _run_section(runs),
+        "The run": _run_facts_section(runs),
         "Loss": _loss_section(runs),
         "Held-out data": _held_out_section(runs),
         "Learning rate and gradient norm": _param_groups_section(runs),
@@ -125,7 +125,7 @@ def headline(digest: RunDigest) -> Iterator[tuple[str, Any]]:
         yield f"held-out {name}", curve.means[-1]
 
 
-def _run_section(runs: NamedDigests) -> Iterator[Block]:
+def _run_facts_section(runs: NamedDigests) -> Iterator[Block]:
     columns = [dict(_run_facts(digest)) for _, digest in runs]
     if len(runs) > 1:  # of one run these are on top of the page
         columns = [dict(headline(digest)) | facts for (_, digest), facts in zip(runs, columns, strict=True)]
