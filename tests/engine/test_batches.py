@@ -354,7 +354,7 @@ stages: [train: {{epochs: 3}}]
 def fed(folder: Path, sampler: str) -> list[list[int]]:
     """Indices that this rank loads in each epoch."""
     from ddprun.config.load import load
-    from ddprun.engine.feeds import open_feeds
+    from ddprun.engine.feeds import open_training_feeds
     from ddprun.host.pipeline_folder import prepare_imports
 
     (folder / "s.yaml").write_text(SAMPLED.format(sampler=sampler))
@@ -362,10 +362,10 @@ def fed(folder: Path, sampler: str) -> list[list[int]]:
     prepare_imports(folder)
     found: list[list[int]] = []
     for rank in range(2):
-        feed = open_feeds(loaded, Places(), rank=rank, world_size=2).main
+        feed = open_training_feeds(loaded, Places(), rank=rank, world_size=2).main
         for step in feed.steps(1, epochs=3):
             found += ([rank, feed.epoch, *micro.content.tolist()] for micro in step.micro_batches)
-    again = open_feeds(loaded, Places(), rank=1, world_size=2).main
+    again = open_training_feeds(loaded, Places(), rank=1, world_size=2).main
     again.load_state_dict({"epoch": 2, "samples": 16})
     (rest,) = (
         [1, 2, *micro.content.tolist()]

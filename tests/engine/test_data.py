@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 from ddprun.config import Loader, PipelineError, load
 from ddprun.engine.data import BatchDataset, Feed
-from ddprun.engine.feeds import open_feeds
+from ddprun.engine.feeds import open_training_feeds
 from ddprun_hooks.comm.control import ControlChannel
 from ddprun_hooks.comm.groups import RankGroup
 from ddprun_hooks.testing import run_ranks
@@ -321,7 +321,7 @@ def test_a_sampler_of_an_iterable_is_refused(tmp_path: Path) -> None:
         "loader: {sampler: torch.utils.data.RandomSampler, shuffle: false}\nstages: [{train: {steps: 1}}]\n"
     )
     with pytest.raises(PipelineError, match=r"an iterable dataset has an order of its own: loader\.sampler"):
-        open_feeds(load(tmp_path / "p.yaml"), Stream(8), rank=0, world_size=1)
+        open_training_feeds(load(tmp_path / "p.yaml"), Stream(8), rank=0, world_size=1)
 
 
 def test_no_epochs_left_are_no_steps() -> None:

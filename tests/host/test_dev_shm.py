@@ -9,7 +9,7 @@ import pytest
 from ddprun.config import load
 from ddprun.engine.build import build_data
 from ddprun.engine.failures import FailureContext, open_ranks
-from ddprun.engine.feeds import open_feeds
+from ddprun.engine.feeds import open_training_feeds
 from ddprun.engine.setup import _check_shared_memory
 from ddprun.host import dev_shm
 from ddprun.host.dev_shm import (
@@ -112,7 +112,7 @@ def test_all_tensors_of_the_largest_batches_count(
     (tmp_path / "p.yaml").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     loaded = load(tmp_path / "p.yaml")
-    feeds = open_feeds(loaded, build_data(loaded)[0], rank=0, world_size=1)
+    feeds = open_training_feeds(loaded, build_data(loaded)[0], rank=0, world_size=1)
     needed = worker_needed_bytes(1, 2, [16 * 1000 * 4, 16 * 8])
     for free, told in ((needed, 0), (needed - 1, 1)):
         monkeypatch.setattr(dev_shm, "shm_space", lambda free=free: ShmSpace(1 << 30, free))

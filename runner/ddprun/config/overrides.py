@@ -119,7 +119,7 @@ def _set(node: Node | None, path: KeyPath, segments: list[_PathSegment], value: 
         items = _checked_items(node, path, place, key)
         items[key] = _set(items[key], (*path, key), rest, value)
         return Node(node.place if node else place, items)
-    mapping = _mapping(node, path, place, key)
+    mapping = _mapping_to_set_in(node, path, place, key)
     if key not in mapping and (chosen := existing_choice_for(path, mapping, key)) is not None:
         if normalize_name(chosen) != normalize_name(key):
             problem = f'the file chooses "{chosen}" here, and "{key}" would be a second choice'
@@ -143,7 +143,7 @@ def _checked_items(node: Node | None, path: KeyPath, place: Place, index: int) -
     return list(node.value)
 
 
-def _mapping(node: Node | None, path: KeyPath, place: Place, key: str) -> dict[str, Entry]:
+def _mapping_to_set_in(node: Node | None, path: KeyPath, place: Place, key: str) -> dict[str, Entry]:
     """The mapping in which a key is to be set; a bare name becomes one."""
     if node is None or node.value is None:
         return {}

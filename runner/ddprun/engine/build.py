@@ -270,10 +270,10 @@ def build_data(loaded: LoadedPipeline) -> tuple[Any, HeldOutData]:
     data = loaded.pipeline.data
     if not isinstance(data, DataPair):
         train, rest = build_dataset(loaded, "data", data)
-        return train, _held_out(loaded, "data", data, rest)
+        return train, _wrap_held_out(loaded, "data", data, rest)
     path, choice = "data.evaluate", data.evaluate
     rest = None if choice is None else build_dataset(loaded, path, choice).train
-    held_out = _held_out(loaded, path, choice, rest)
+    held_out = _wrap_held_out(loaded, path, choice, rest)
     return build_dataset(loaded, "data.train", data.train).train, held_out
 
 
@@ -306,11 +306,11 @@ def build_stage_held_out(loaded: LoadedPipeline) -> dict[int, HeldOutData]:
         if isinstance(stage, EvaluateStage) and stage.data is not None:
             path, choice = f"{stage.path}.data", stage.data
             dataset = build_dataset(loaded, path, choice).train
-            found[stage.index] = _held_out(loaded, path, choice, dataset)
+            found[stage.index] = _wrap_held_out(loaded, path, choice, dataset)
     return found
 
 
-def _held_out(loaded: LoadedPipeline, path: str, choice: Choice | None, dataset: Any) -> HeldOutData:
+def _wrap_held_out(loaded: LoadedPipeline, path: str, choice: Choice | None, dataset: Any) -> HeldOutData:
     collate = build_collate(loaded, held_out=True)
     return HeldOutData(dataset, data_error_factory(loaded, path, choice), collate)
 

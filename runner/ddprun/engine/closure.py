@@ -37,7 +37,7 @@ class StepClosure:
         self._passes.append((content, weight, self._fixed_rng))
         self._loss += float(weighted_loss.detach())
 
-    def begin(self) -> None:
+    def begin_optimizer_step(self) -> None:
         """The optimizer is about to step, by the gradients that there are."""
         self._loss, self._state = self._mean_over_ranks(self._loss), self._checksums()
 

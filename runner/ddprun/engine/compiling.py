@@ -162,15 +162,15 @@ def _repeated_blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.M
     children = dict(module.named_children())
     counted = Counter[type[nn.Module]]()
     if isinstance(module, (nn.Sequential, *_MODULES_WITHOUT_FORWARD)):
-        counted.update(type(child) for child in children.values() if _is_block(child))
+        counted.update(type(child) for child in children.values() if _may_be_block(child))
     for name, child in children.items():
-        if counted[type(child)] > 1 and _is_block(child):
+        if counted[type(child)] > 1 and _may_be_block(child):
             yield f"{prefix}{name}", child
         else:
             yield from _repeated_blocks(child, f"{prefix}{name}.")
 
 
-def _is_block(module: nn.Module) -> bool:
+def _may_be_block(module: nn.Module) -> bool:
     if isinstance(module, _MODULES_WITHOUT_FORWARD) or next(module.parameters(), None) is None:
         return False
     return next(module.children(), None) is not None or not type(module).__module__.startswith("torch.nn.")

@@ -41,7 +41,7 @@ class Feeds:
                 feed.load_state_dict(state[name])
 
 
-def open_feeds(
+def open_training_feeds(
     loaded: LoadedPipeline,
     dataset: Any,
     *,

@@ -99,7 +99,7 @@ def run_stage(session: Session, stage: StepStage) -> dict[str, Any]:
         run.synchronizer.run(run.sequence.end_early())  # nothing may be in flight when the process groups go
     state.synchronizer = None
     runtime.turns.select(None)
-    runtime.frozen.train(runtime.turns.trained)
+    runtime.frozen.set_trained_names(runtime.turns.trained)
     state.cursor.count_time(in_stage=True)
     entry = {
         "steps": run.steps_done,
@@ -352,7 +352,7 @@ def optimizer_step(
         precision.note_nonfinite_gradients(optimizer)
     norm, group_norms = clip_gradients(run)
     if closure is not None:
-        closure.begin()
+        closure.begin_optimizer_step()
         optimizer.step(cast(Any, closure))
         applied = True
     elif from_backward:

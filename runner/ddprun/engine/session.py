@@ -31,7 +31,7 @@ from ddprun.engine.turns import Turns
 from ddprun.engine.weights import WeightAverage
 from ddprun.parallel.ranks import Ranks
 from ddprun.sync.audit import AuditResult
-from ddprun.sync.buffers import BufferSync, FrozenParameters
+from ddprun.sync.buffers import BufferSync, FrozenParameterSync
 from ddprun.sync.exchanger import ParameterExchanger
 from ddprun.sync.plan import ReplicaConsistency, is_due
 from ddprun.sync.synchronizer import Synchronizer
@@ -62,7 +62,7 @@ class RunComponents:
     turns: Turns  # what the steps of each stage train, with the model under DDP
     stacks: HookStacksByStage  # the hooks of each stage
     buffers: BufferSync
-    frozen: FrozenParameters
+    frozen: FrozenParameterSync
     optimizer: Optimizer
     optimizer_settings: dict[int, list[dict[str, Any]]]  # of each parameter group, by stage
     ema: WeightAverage | None  # None: the pipeline does not ask for it

@@ -12,7 +12,7 @@ from ddprun.config import LoadedPipeline
 from ddprun.engine import build, compiling, seeding
 from ddprun.engine.balance import batchnorm_warning, open_balances
 from ddprun.engine.data import Feed
-from ddprun.engine.feeds import Feeds, check_epoch_ends, open_feeds
+from ddprun.engine.feeds import Feeds, check_epoch_ends, open_training_feeds
 from ddprun.engine.fingerprints import DatasetFingerprints
 from ddprun.engine.interrupts import SignalRequests
 from ddprun.engine.nonfinite import FiniteCheck
@@ -39,7 +39,7 @@ from ddprun.host.pipeline_folder import prepare_imports
 from ddprun.parallel.ddp import DdpReplica
 from ddprun.parallel.ranks import Ranks
 from ddprun.standard_streams import print_stderr
-from ddprun.sync.buffers import BufferSync, FrozenParameters, merge_buffer_use
+from ddprun.sync.buffers import BufferSync, FrozenParameterSync, merge_buffer_use
 from ddprun.sync.exchanger import ParameterExchanger
 from ddprun.sync.plan import ReplicaConsistency
 from ddprun.sync.synchronizer import GroupsByQueue, queue_requirements
@@ -99,7 +99,7 @@ def build_session(
     weight, transform = build.build_batch_weight(loaded), build.build_transform(loaded)
     objective = Objective(loaded, loss, precision, weight, transform)
     pin = device.type == "cuda"
-    feeds = open_feeds(loaded, train_data, rank=ranks.rank, world_size=ranks.size, pin=pin)
+    feeds = open_training_feeds(loaded, train_data, rank=ranks.rank, world_size=ranks.size, pin=pin)
     check_epoch_ends(loaded, feeds)
     balances = open_balances(loaded, feeds, ranks)
     feed = feeds.main
@@ -185,7 +185,7 @@ def build_session(
         turns=turns,
         stacks=stacks,
         buffers=buffers,
-        frozen=FrozenParameters(model, exchanger, reporter.report_frozen_differ),
+        frozen=FrozenParameterSync(model, exchanger, reporter.report_frozen_differ),
         optimizer=optimizer,
         optimizer_settings=optimizer_settings,
         ema=None if pipeline.ema is None else WeightAverage(model, pipeline.ema),

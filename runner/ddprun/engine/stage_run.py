@@ -174,7 +174,7 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     plan = settings.plan
     turns = runtime.turns.by_stage[stage.index]
     runtime.turns.select(runtime.turns.of_stage[stage.index])
-    runtime.frozen.train(runtime.turns.of_stage[stage.index])
+    runtime.frozen.set_trained_names(runtime.turns.of_stage[stage.index])
     runtime.buffers.begin_stage(settings.buffers, gradients_everywhere=plan.gradients == "all")
     buffers, replicas = runtime.buffers.plan, state.replicas
     sequence = StageActions(loaded.pipeline, stage, settings, buffers, replicas, steps, cursor.first_step)

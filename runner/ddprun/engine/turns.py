@@ -129,14 +129,14 @@ def build_turns(loaded: LoadedPipeline, model: nn.Module) -> Turns:
     def matching(path: str, patterns: Sequence[str]) -> set[Tensor]:
         return set(matching_parameters(loaded, path, patterns, model))
 
-    def share(turn: Turn) -> Turn:
+    def known_or_new(turn: Turn) -> Turn:
         return known.setdefault(turn.key, turn)
 
     for stage, settings in loaded.pipeline.stages_and_settings():
         frozen = matching(stage.key_path("freeze"), settings.freeze)
         left = {name: param for name, param in found.trained.items() if param not in frozen}
         if not settings.turns:
-            found.by_stage[stage.index] = [whole := share(Turn(None, left))]
+            found.by_stage[stage.index] = [whole := known_or_new(Turn(None, left))]
             found.of_stage[stage.index] = whole.params
             continue
         path, turns = f"{stage.path}.turns", list[Turn]()
@@ -146,7 +146,7 @@ def build_turns(loaded: LoadedPipeline, model: nn.Module) -> Turns:
             if not params:
                 text = "each parameter that it matches is frozen"
                 raise loaded.error(f"{path}[{index}].match", text, "unfreeze some, or remove the turn")
-            turns.append(share(Turn(turn.name, params)))
+            turns.append(known_or_new(Turn(turn.name, params)))
         often = [sum(name in turn.params for turn in turns) for name in left]
         for count, what in ((0, "no turn updates"), (2, "more than one turn updates")):
             if names := [

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from ddprun.config import LoadedPipeline
 from ddprun.engine import build, compiling, seeding
 from ddprun.engine.data import Feed
-from ddprun.engine.feeds import Feeds, check_epoch_ends, open_feeds
+from ddprun.engine.feeds import Feeds, check_epoch_ends, open_training_feeds
 from ddprun.engine.model_with_loss import ModelWithLoss
 from ddprun.engine.objective import (
     Objective,
@@ -147,7 +147,7 @@ def probe_model(loaded: LoadedPipeline, world: WorldShape) -> ModelProbe:
     seeding.seed_everything(pipeline.seed)
     model = build.place_model(loaded, build.build_model(loaded), device, precision.parameter_dtype)
     data, _ = build.build_data(loaded)
-    feeds = open_feeds(loaded, data, rank=0, world_size=world.ranks, workers=0)
+    feeds = open_training_feeds(loaded, data, rank=0, world_size=world.ranks, workers=0)
     check_epoch_ends(loaded, feeds)
     loss = build.build_loss(loaded)
     model = build.join_loss_and_freeze(loaded, model, loss, device, precision.parameter_dtype)
@@ -220,7 +220,7 @@ def _params_in_ready_order(
     """Parameters by name, in the order in which a backward pass completes their gradients. The passes see
     parameters, buffers and the batch as `view` gives them.
     """
-    step = _LossOfBatch(model, objective, tree_map(view, content), turn)
+    step = _LossOfFixedBatch(model, objective, tree_map(view, content), turn)
     held = {name: view(one) for name, one in (*step.named_parameters(), *step.named_buffers())}
     ready: dict[str, Tensor] = {}
     for name, param in held.items():
@@ -239,7 +239,7 @@ def _on_meta(value: Any) -> Any:
     return torch.empty_like(value, device="meta").requires_grad_(value.requires_grad)
 
 
-class _LossOfBatch(nn.Module):
+class _LossOfFixedBatch(nn.Module):
     def __init__(self, model: nn.Module, objective: Objective, content: Any, turn: str | None) -> None:
         super().__init__()
         self.model, self._objective, self._content, self._turn = model, objective, content, turn

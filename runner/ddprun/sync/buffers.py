@@ -201,7 +201,7 @@ def trainable_parameters(model: nn.Module) -> dict[str, Tensor]:
     return {name: param for name, param in model.named_parameters() if param.requires_grad}
 
 
-class FrozenParameters:
+class FrozenParameterSync:
     """The parameters that are not trained in the run, or in a stage that freezes more of them.
 
     All ranks hold those of rank 0, and nothing is sent while that stays so. Something may change them all
@@ -214,12 +214,12 @@ class FrozenParameters:
         self, model: nn.Module, exchanger: ParameterExchanger, report: Callable[[Sequence[str]], None]
     ) -> None:
         self._everything: dict[str, Tensor] = dict(model.named_parameters())
-        self.train(trainable_parameters(model))
+        self.set_trained_names(trainable_parameters(model))
         self._exchanger, self._control, self._report = exchanger, exchanger.exchange.control, report
         self.noted_checksums: Sequence[int] = ()  # of this rank's values, which ranks have yet to compare
         self._reported: set[str] = set()
 
-    def train(self, names: Container[str]) -> None:
+    def set_trained_names(self, names: Container[str]) -> None:
         """From here on these are trained, and all others frozen."""
         held = self._everything.items()
         self.trainable = {name: param for name, param in held if name in names}  # which ranks exchange

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddprun.sync.buffers import FrozenParameters
+from ddprun.sync.buffers import FrozenParameterSync
 from ddprun.sync.exchanger import ParameterExchanger, PendingExchange, average_optimizer_state
 from ddprun.sync.plan import DueTransfers, OuterOptimizer, PlanProgress, SyncPlan, Transfer
 from ddprun_hooks.buckets import TensorBuckets
@@ -35,7 +35,7 @@ class Synchronizer:
     """Exchanges after each step what the plan says."""
 
     progress: PlanProgress
-    frozen: FrozenParameters  # and the trained ones, which travel
+    frozen: FrozenParameterSync  # and the trained ones, which travel
     optimizer: Optimizer
     exchanger: ParameterExchanger
     stack: Stack  # the stage's hooks, among all ranks
