@@ -101,7 +101,7 @@ def report_failure(error: BaseException, ranks: Ranks, context: FailureContext, 
     if claimed.rank != ranks.rank:
         close_after_peer_failure(context, ranks, claimed.rank, headline)
         return claimed.exit_code
-    rank_files.report_error(how)
+    rank_files.report_error_for_restart(how)
     if reporter is not None:
         reporter.screen.end()
         reporter.trackers.delay_close_as_failed()  # the failure is reported first

@@ -41,7 +41,8 @@ def build_optimizer(
         if chosen.source == "torch" and chosen.name == "Muon" and vectors:
             text = f"it takes matrices only, and not {abbreviated_list(vectors)}"
             raise chosen.error(text, "write others: {adamw: {…}} beside it, or freeze them")
-        params = _optimizer_argument(chosen, model, parameter_groups(loaded, model, options, turns.apart))
+        divided = parameter_groups(loaded, model, options, turns.params_of_partial_turns)
+        params = _optimizer_argument(chosen, model, divided)
         optimizer: Any = chosen.construct(torch.optim, params, Optimizer)
     else:
         others = ChoiceBuilder.from_path(loaded, f"{path}.others", other)
@@ -87,9 +88,9 @@ def _build_two_optimizers(
     """The first takes the matrices, but for those of groups with `optimizer: others`."""
     groups, builders = loaded.pipeline.groups, [chosen, others]
     numbers = [{"group": index} for index in range(len(groups))]
-    divided = parameter_groups(loaded, model, numbers, turns.apart)
+    divided = parameter_groups(loaded, model, numbers, turns.params_of_partial_turns)
     found: list[list[dict[str, Any]]] = [[], []]
-    for group in divided if groups or turns.apart else [{"params": divided}]:
+    for group in divided if groups or turns.params_of_partial_turns else [{"params": divided}]:
         index: Any = group.pop("group", None)
         parts: list[list[Tensor]] = [[], []]
         for param in group["params"]:

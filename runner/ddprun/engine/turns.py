@@ -60,7 +60,7 @@ class Turns:
         return list(dict.fromkeys(turn.name for turn in self.all()))
 
     @property
-    def apart(self) -> list[set[Tensor]]:
+    def params_of_partial_turns(self) -> list[set[Tensor]]:
         """The parameters of each turn that is not a whole step."""
         return [set(turn.params.values()) for turn in self.all() if turn.name is not None]
 
@@ -179,7 +179,7 @@ def check_groups_of_turns(
     """Raise a PipelineError if a parameter group of the optimizer belongs to two turns of a stage, or its
     groups cannot be replaced by those of a turn.
     """
-    if turns.apart and isinstance(getattr(type(optimizer), "param_groups", None), property):
+    if turns.params_of_partial_turns and isinstance(getattr(type(optimizer), "param_groups", None), property):
         text = "it does not let turns step their own parameter groups"
         raise make_error(text, "name an optimizer that holds its param_groups itself")
     for stage in loaded.pipeline.stages_with_steps():

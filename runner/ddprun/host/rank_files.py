@@ -133,7 +133,7 @@ def read_checkpoint_report(scratch: Path) -> tuple[int, bool]:
     return enqueued_ns, written
 
 
-def report_error(error: list[str | int | None]) -> None:
+def report_error_for_restart(error: list[str | int | None]) -> None:
     """Note how a rank has failed, for ranks that are started after that."""
     _write(_ERROR, [_restart_count(), error])
 

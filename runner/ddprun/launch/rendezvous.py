@@ -62,7 +62,7 @@ def make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     found = rendezvous.get_rendezvous_handler(parameters)  # static: checks the parameters, and opens nothing
     if parameters.backend == "static" and isinstance(found, StaticTCPRendezvous):
         timeout_s = round(found.timeout.total_seconds())
-        found = _Static(
+        found = _StaticOnOneAddress(
             found.master_addr, found.master_port, found.rank, found.world_size, found.run_id, timeout_s
         )
     return found
@@ -93,7 +93,7 @@ class SingleHostRendezvous(StaticTCPRendezvous):
         return RendezvousInfo(PrefixStore(str(self._starts), self._agent_store), 0, 1, address)
 
 
-class _Static(StaticTCPRendezvous):
+class _StaticOnOneAddress(StaticTCPRendezvous):
     def next_rendezvous(self) -> RendezvousInfo:
         if self._store is None:
             self._store = open_store(

@@ -123,11 +123,11 @@ class StepMarker:
 
     def attach(self, model: DistributedDataParallel) -> None:
         """Begin to watch. Nothing here changes a value that the script computes."""
-        begins, module_begins = EagerHook(self._forward_begins), EagerHook(self._module_begins)
+        begins, inner_begins = EagerHook(self._forward_begins), EagerHook(self._inner_forward_begins)
         self._hooks = [
             model.register_forward_pre_hook(begins, with_kwargs=True, prepend=True),
             model.register_forward_hook(EagerHook(self._forward_ends)),
-            model.module.register_forward_pre_hook(module_begins, prepend=True),
+            model.module.register_forward_pre_hook(inner_begins, prepend=True),
             register_optimizer_step_pre_hook(EagerHook(self._optimizer_begins)),
             register_optimizer_step_post_hook(EagerHook(self._optimizer_ends)),
         ]
@@ -223,7 +223,7 @@ class StepMarker:
         for entries, length in zip(known, lengths, strict=True):  # an evaluation is no step's time
             del entries[length:]
 
-    def _module_begins(self, module: torch.nn.Module, inputs: Sequence[Any]) -> None:
+    def _inner_forward_begins(self, module: torch.nn.Module, inputs: Sequence[Any]) -> None:
         """The model is called, under DDP or not: without gradients, after a step or before one, that is an
         evaluation. Maybe only this rank's, so nothing is exchanged here.
         """
