@@ -13,27 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ddprun.config import (
-    BEST_FILE,
-    Choice,
-    EarlyStop,
-    EvaluateStage,
-    KeepBest,
-    Stage,
-    metric_names,
-)
+from ddprun.config import BEST_FILE, Choice, EarlyStop, EvaluateStage, KeepBest, Stage, metric_names
 from ddprun.config.checks.model_and_data import find_evaluations
 from ddprun.config.choices import RESERVED_METRIC_NAMES
 from ddprun.config.stages import StageEvaluation
 from ddprun.engine import build, seeding
 from ddprun.engine.build import HeldOutData
-from ddprun.engine.data import (
-    BatchDataset,
-    ErrorFactory,
-    all_gather_number,
-    dataloader_options,
-    is_iterable,
-)
+from ddprun.engine.data import BatchDataset, ErrorFactory, all_gather_number, dataloader_options, is_iterable
 from ddprun.engine.objective import ForwardResult
 from ddprun.engine.samples import batch_or_raise, collate, describe_tensor, digest_of
 from ddprun.engine.save import saved_step, write_weights_and_pipeline

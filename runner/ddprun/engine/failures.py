@@ -35,12 +35,7 @@ from ddprun.watchdog.hang import (
     describe_activity,
     dump_flight_recorders,
 )
-from ddprun.watchdog.rank_watchdog import (
-    GROUP_TIMEOUT_MARGIN_S,
-    HANG_FILE,
-    RankWatchdog,
-    WatchedCollective,
-)
+from ddprun.watchdog.rank_watchdog import GROUP_TIMEOUT_MARGIN_S, HANG_FILE, RankWatchdog, WatchedCollective
 from ddprun.watchdog.status_page import RankStatus, announce_hang, claim_once, read_page, read_pages
 from ddprun_hooks.errors import DisagreementError
 
