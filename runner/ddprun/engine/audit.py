@@ -25,12 +25,10 @@ def audit_parameters(
     recorded = recorded and wanted.every > 0
     if runtime.ranks.size == 1 and not recorded:
         return
-    groups = None
+    groups, exempt = None, frozenset[str]()
     if state.replicas.parameters == "host":
         groups = runtime.ranks.placement.split_by_host(state.replicas.hosts)
-    exempt = frozenset[str]()
-    if groups is not None:  # frozen ones are made equal where all ranks synchronise
-        exempt = frozenset(runtime.frozen.parameters)
+        exempt = frozenset(runtime.frozen.parameters)  # made equal where all ranks synchronise
     result = audit(runtime.model, runtime.exchange.control, groups, exempt, measure_allowed=recorded)
     drifted = bool(result.differing) and state.replicas.parameters != "apart"
     if not (drifted or recorded):
