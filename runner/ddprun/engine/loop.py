@@ -516,10 +516,9 @@ def act_on_messages(
     """
     session, runtime, step = run.session, run.session.runtime, run.session.state.step
     runtime.signals.reinstall_handlers(every_s=1.0)
-    requested = compare_clocks = False
+    requested = any(one.checkpoint for one in agreed_steps)
+    compare_clocks = any(one.compare_clocks for one in agreed_steps)
     if agreed_steps:
-        requested = any(one.checkpoint for one in agreed_steps)
-        compare_clocks = any(one.compare_clocks for one in agreed_steps)
         session.record_agreed(agreed_steps)
         if runtime.finite_check.check_after_steps(agreed_steps, run.settings.on_nan, step):
             return "failed"
