@@ -147,12 +147,10 @@ def close_after_peer_failure(context: FailureContext, ranks: Ranks, first: int |
     """Close what this rank has open after rank `first` has failed; `what` happened to this one is logged.
     Returns once this host's launcher has seen that rank's end, if it is its own, and nobody needs the store.
     """
-    reporter = context.reporter
-    if reporter is not None:
-        reporter.screen.end()
     append_to_rank_log(context.run_dir, ranks.rank, f"after another rank had failed: {what}")
-    if reporter is not None:
-        reporter.trackers.close_as_failed()
+    if context.reporter is not None:
+        context.reporter.screen.end()
+        context.reporter.trackers.close_as_failed()
     cause = None if first is None else ranks.peers().get(first)
     if ranks.hosts_store or cause is None or cause.host == ranks.host:
         time.sleep(_LAUNCHER_REACTION_S)
