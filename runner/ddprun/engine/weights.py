@@ -132,14 +132,13 @@ def parameter_groups(
         raise PipelineError(faults)
     rest = [param for param in trained if param not in taken]
     found += [{"params": rest}] if rest else []
-    return [one for group in found for one in _split(group, apart)]
-
-
-def _split(group: dict[str, Any], apart: Sequence[Collection[Tensor]]) -> Iterator[dict[str, Any]]:
-    parts: dict[tuple[bool, ...], list[Tensor]] = {}
-    for param in group["params"]:
-        parts.setdefault(tuple(param in some for some in apart), []).append(param)
-    yield from ({**group, "params": params} for params in parts.values())
+    divided: list[dict[str, Any]] = []
+    for whole in found:
+        parts: dict[tuple[bool, ...], list[Tensor]] = {}
+        for param in whole["params"]:
+            parts.setdefault(tuple(param in some for some in apart), []).append(param)
+        divided += [{**whole, "params": params} for params in parts.values()]
+    return divided
 
 
 def matching_parameters(
