@@ -348,7 +348,6 @@ class Feed:
         return consumed // self.world_size if self.sharded else consumed
 
     def _global_micro_batch_size(self, start: int, size: int) -> int:
-        """Samples that all ranks have in a micro-batch."""
         if not self.sharded:
             return size
         first, last = self._samples_read(start), self._samples_read(start + size)

@@ -69,7 +69,6 @@ class SignalRequests:
 
     @property
     def any_requested(self) -> bool:
-        """Whether a signal has come that ranks will act on."""
         return self.stop_requested or self._checkpoint_requested
 
     def pop_checkpoint_request(self) -> bool:
@@ -109,7 +108,6 @@ class ComparisonSliceClient:
         return cls(settings["every"], connection)
 
     def ends_after(self, step: int) -> bool:
-        """Whether a time slice ends after so many steps of the run."""
         in_turns = self.steps_per_slice > 0
         return in_turns and step % self.steps_per_slice == 0 and step != self._slice_ended_at
 

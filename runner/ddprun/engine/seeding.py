@@ -70,7 +70,6 @@ def generator_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_generators(state: dict[str, Any], device: torch.device) -> None:
-    """Bring back what `generator_state` gave."""
     random.setstate(state["python"])
     keys, *numpy = state["numpy"]
     np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *numpy))

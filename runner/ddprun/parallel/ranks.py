@@ -51,7 +51,6 @@ class Environment:
 
     @classmethod
     def read(cls) -> "Environment":
-        """Read RANK, WORLD_SIZE and their kin."""
         known = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
         return cls(*(int(os.environ.get(name, default)) for name, default in known.items()))
 
@@ -86,7 +85,6 @@ class Ranks:
         return self.rank == 0 and self.size > 1 and _rank_0_hosts_store()
 
     def connect(self) -> None:
-        """Reach the store."""
         with observed_wait(self._joining, "rendezvous", "reaching the ranks' store"):
             base: Any = open_store(
                 os.environ["MASTER_ADDR"],

@@ -214,7 +214,6 @@ def _is_counter(name: str, value: Any) -> bool:
 
 
 def _set_counter(kept: dict[str, Any], name: str, number: float) -> None:
-    """Set a counter that is a tensor or a plain number."""
     if isinstance(kept[name], Tensor):
         kept[name].fill_(number)
     else:

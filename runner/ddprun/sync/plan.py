@@ -132,13 +132,11 @@ class Transfer:
             )
 
     def starts_after(self, step: int) -> bool:
-        """Whether the transfer starts after this step."""
         if step <= 0 or not self.every or step % self.every != self.phase:
             return False
         return self.not_every is None or step % self.not_every != 0
 
     def is_applied_after(self, step: int) -> bool:
-        """Whether its result is applied after this step."""
         return self.starts_after(step - self.delay)
 
     @property

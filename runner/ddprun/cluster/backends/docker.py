@@ -104,7 +104,6 @@ class Docker(Cluster):
     variables_source = "docker.env"
 
     def __init__(self, options: Options, submission: Submission) -> None:
-        """Write the requests to the engine."""
         loaded, hosts = submission.loaded, submission.host_count(options.nodes)
         self.name, self._options = submission.new_name(), options
         folder, name = "", f"{self.name}.yaml"

@@ -244,7 +244,6 @@ class Kubernetes(Cluster):
     variables_source = "the Secret that kubernetes.env_from names"
 
     def __init__(self, options: Options, submission: Submission) -> None:
-        """Make the manifests."""
         self._options, self._launch = options, submission.loaded.pipeline.launch
         self.name, self._node_count = submission.new_name(), submission.host_count(options.nodes)
         # As JobSet and Job call the first of their pods, in the domain of a headless Service.

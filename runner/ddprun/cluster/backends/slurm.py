@@ -148,7 +148,6 @@ class Slurm(Cluster):
     }
 
     def __init__(self, options: Options, submission: Submission) -> None:
-        """Choose the folder of runs."""
         self._options, self._submission = options, submission
         # As all hosts see them; `%j` stands for the job's id.
         self._runs = Path("runs").resolve() / submission.loaded.pipeline.name

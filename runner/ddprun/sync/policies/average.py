@@ -11,5 +11,4 @@ class Average(SyncPolicy):
     """Steps from one average to the next."""
 
     def plan(self, stage: StageFacts) -> SyncPlan:
-        """The change of parameters."""
         return SyncPlan(transfers=(Transfer("change", self.every),))

@@ -14,5 +14,4 @@ class Broadcast(SyncPolicy):
     """The rank whose parameters all ranks take."""
 
     def plan(self, stage: StageFacts) -> SyncPlan:
-        """The parameters of one rank."""
         return SyncPlan(transfers=(Transfer("parameters", self.every, source=self.source),))

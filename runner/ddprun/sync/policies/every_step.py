@@ -7,7 +7,6 @@ class EveryStep(SyncPolicy):
     """Gradients are averaged over all ranks at every step: plain DDP. Without a backward pass: parameters."""
 
     def plan(self, stage: StageFacts) -> SyncPlan:
-        """Gradients; without any, the change of parameters, if something changes them."""
         if stage.backward:
             return SyncPlan(gradients="all")
         if stage.changes_weights:

@@ -20,7 +20,6 @@ class Gossip(SyncPolicy):
     """Draws the pairs."""
 
     def plan(self, stage: StageFacts) -> SyncPlan:
-        """The parameters among the pairs of each round, and among all ranks at the end."""
         cycle = _ROUNDS * self.every
         rounds = [
             Transfer(

@@ -25,7 +25,6 @@ class LocalSgd(SyncPolicy):
     """`average`: the optimizer's state is averaged too, which doubles or triples the bytes."""
 
     def plan(self, stage: StageFacts) -> SyncPlan:
-        """The change of parameters, and the optimizer's state where that is asked for."""
         every, one_round = split_period(self.every)
         change, state = Transfer("change", every), Transfer("optimizer", every)
         averages_state = self.optimizer_state == "average"
