@@ -153,8 +153,8 @@ def _update_since_best(session: Session, wanted: EarlyStop, value: float) -> Non
     state, results = session.state, session.state.results
     if wanted.improves(value, None if results.best is None else results.best.value, by=wanted.min_delta):
         results.best, results.since_best = Best(metric=wanted.metric, value=value, step=state.step), 0
-        return
-    results.since_best += 1
+    else:
+        results.since_best += 1
 
 
 def note_early_stop(run: StageRun, wanted: EarlyStop) -> None:
