@@ -105,6 +105,7 @@ def test_a_rank_whose_collective_breaks_after_a_hang_reports_the_hang(
     found: list[list[WatchedCollective]] = []
     watchdog = RankWatchdog(0, 600.0, None, lambda _, waits: found.append(waits))
     pending = watchdog.new_sequence("gradients", (0, 1)).record_issued("all_reduce", BUCKET)
+    both[0].watchdog = watchdog
     watchdog.start()
     time.sleep(0.5)
     assert not found
@@ -112,7 +113,7 @@ def test_a_rank_whose_collective_breaks_after_a_hang_reports_the_hang(
     both[1].claim_first_failure(1, is_hang=is_hang)
     with pytest.raises(RuntimeError) as error:
         exec("raise RuntimeError('Connection closed by peer')", {"__name__": "torch.distributed.any"})
-    failures.wait_for_first_failure(error.value, both[0], watchdog)
+    failures.wait_for_first_failure(error.value, both[0])
     watchdog.close()
     assert found == [[pending]] * reports
 

@@ -75,7 +75,6 @@ class FailureContext:
     run_dir: Path | None = None
     reporter: Reporter | None = None
     step: Callable[[], int] = int  # how many steps of the run are done
-    watchdog: RankWatchdog | None = None
 
 
 def report_failure(error: BaseException, ranks: Ranks, context: FailureContext, secrets: Secrets) -> int:
@@ -84,7 +83,7 @@ def report_failure(error: BaseException, ranks: Ranks, context: FailureContext, 
     reporter = context.reporter
     bad_input = isinstance(error, PipelineError | RunFolderError | NetworkError)
     if not bad_input:
-        wait_for_first_failure(error, ranks, context.watchdog)
+        wait_for_first_failure(error, ranks)
     headline = _headline(error, secrets)
     step, run_dir = context.step(), context.run_dir
     checkpoints = [] if run_dir is None else folder.steps_in(run_dir / folder.CHECKPOINTS_FOLDER)
@@ -129,17 +128,18 @@ def report_failure(error: BaseException, ranks: Ranks, context: FailureContext, 
     return claimed.exit_code
 
 
-def wait_for_first_failure(error: BaseException, ranks: Ranks, watchdog: RankWatchdog | None) -> None:
+def wait_for_first_failure(error: BaseException, ranks: Ranks) -> None:
     """If the cause of an error is that another rank is gone, let that one, or its launcher, say so first.
     After a hang this rank's watchdog reports it and ends the process.
     """
-    first, is_lost_peer = None, _is_lost_peer(error)  # one that was killed cannot say so; its launcher can
+    watchdog, first = ranks.watchdog, None
+    is_lost_peer = _is_lost_peer(error)  # one that was killed cannot say so; its launcher can
     until = time.monotonic() + (_LAUNCHER_REACTION_S if is_lost_peer else 0.0)
-    while not (watchdog is not None and watchdog.hang_found) and time.monotonic() < until:
+    while not watchdog.hang_found and time.monotonic() < until:
         if (first := ranks.first_failure()) is not None:
             break
         time.sleep(_TICK_S)
-    if watchdog is not None and (watchdog.hang_found or (first is not None and first.is_hang)):
+    if watchdog.hang_found or (first is not None and first.is_hang):
         watchdog.report_hang()
 
 
@@ -205,20 +205,18 @@ def _is_lost_peer(error: BaseException) -> bool:
 
 def open_ranks(environment: Environment, timeout_s: float, context: FailureContext) -> Ranks:
     """This rank among the others, with its watchdog, which is not started yet."""
-    context.watchdog = RankWatchdog(
+    watchdog = RankWatchdog(
         environment.rank,
         timeout_s,
         rank_files.attempt_folder(),
-        lambda watchdog, waits: report_hang_and_exit(ranks, context, watchdog, waits),
+        lambda _, waits: report_hang_and_exit(ranks, context, waits),
         lambda what: exit_if_peer_failed(ranks, context, what),
     )
-    ranks = Ranks(environment, timedelta(seconds=timeout_s + GROUP_TIMEOUT_MARGIN_S), context.watchdog)
+    ranks = Ranks(environment, timedelta(seconds=timeout_s + GROUP_TIMEOUT_MARGIN_S), watchdog)
     return ranks
 
 
-def report_hang_and_exit(
-    ranks: Ranks, context: FailureContext, watchdog: RankWatchdog, waits: list[WatchedCollective]
-) -> None:
+def report_hang_and_exit(ranks: Ranks, context: FailureContext, waits: list[WatchedCollective]) -> None:
     """Report what this rank waits for, oldest first, and end the process with exit code 1.
 
     The training thread is stuck in a collective and cannot be woken. All of this happens on the watchdog's
@@ -228,7 +226,7 @@ def report_hang_and_exit(
     last.daemon = True
     last.start()
     try:
-        _report_hang(ranks, context, watchdog, waits)
+        _report_hang(ranks, context, waits)
     except Exception as error:  # the process must end, and not without a message
         standard_streams.say(f"rank {ranks.rank} hangs, and the cause could not be found: {error!r}")
     with suppress(Exception):
@@ -239,13 +237,12 @@ def report_hang_and_exit(
     os._exit(EXIT_FAILURE)
 
 
-def _report_hang(
-    ranks: Ranks, context: FailureContext, watchdog: RankWatchdog, waits: list[WatchedCollective]
-) -> None:
+def _report_hang(ranks: Ranks, context: FailureContext, waits: list[WatchedCollective]) -> None:
+    watchdog = ranks.watchdog
     watchdog.write_status(waits)
     first_here = claim_once(watchdog.folder, HANG_FILE)  # and so the others know
     peers = ranks.peers()
-    statuses = _collect_statuses(ranks, watchdog, peers)
+    statuses = _collect_statuses(ranks, peers)
     if waits:
         report = build_report(ranks.rank, ranks.size, ranks.host, watchdog.timeout_s, waits, statuses, peers)
     else:  # others have waited too long
@@ -271,10 +268,9 @@ def _report_hang(
         time.sleep(_HANG_STORE_LINGER_S)
 
 
-def _collect_statuses(
-    ranks: Ranks, watchdog: RankWatchdog, peers: Mapping[int, PeerAddress]
-) -> dict[int, RankStatus]:
+def _collect_statuses(ranks: Ranks, peers: Mapping[int, PeerAddress]) -> dict[int, RankStatus]:
     """What the status pages say that can be read, of this host and of the others."""
+    watchdog = ranks.watchdog
     on_this_host = {rank: peer for rank, peer in peers.items() if peer.host == ranks.host}
     elsewhere = [peer for peer in peers.values() if peer.host != ranks.host]
     servers = {peer.status_server for peer in elsewhere if peer.status_server}

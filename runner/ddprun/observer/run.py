@@ -347,7 +347,7 @@ class ObservedRun:
             self._finish_alone(interrupted=True)
             return
         append_to_rank_log(self.folder, rank, "".join(traceback.format_exception(error)).rstrip())
-        wait_for_first_failure(error, self._ranks, self._ranks.watchdog)
+        wait_for_first_failure(error, self._ranks)
         with suppress(RuntimeError):
             if store.check([_INTERRUPTED]):  # a broken exchange shows only that others have ended
                 self._finish_alone(interrupted=True)
