@@ -1,6 +1,7 @@
 """What the steps of each stage train: all of it at once, or in several turns."""
 
 import inspect
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -147,11 +148,9 @@ def build_turns(loaded: LoadedPipeline, model: nn.Module) -> Turns:
                 text = "each parameter that it matches is frozen"
                 raise loaded.error(f"{path}[{index}].match", text, "unfreeze some, or remove the turn")
             turns.append(known_or_new(Turn(turn.name, params)))
-        often = [sum(name in turn.params for turn in turns) for name in left]
+        often = Counter(name for turn in turns for name in turn.params)
         for count, what in ((0, "no turn updates"), (2, "more than one turn updates")):
-            if names := [
-                name for name, found_in in zip(left, often, strict=True) if min(found_in, 2) == count
-            ]:
+            if names := [name for name in left if min(often[name], 2) == count]:
                 hint = "match each trained parameter in one turn, or freeze it"
                 raise loaded.error(path, f"{what} {abbreviated_list(names)}", hint)
         _check_forward_takes_turn(loaded, path, model)
@@ -183,9 +182,6 @@ def check_groups_of_turns(
         text = "it does not let turns step their own parameter groups"
         raise make_error(text, "name an optimizer that holds its param_groups itself")
     for stage in loaded.pipeline.stages_with_steps():
-        several = turns.by_stage[stage.index]
-        for group in optimizer.param_groups if len(several) > 1 else ():
-            ids = set(map(id, group["params"]))
-            shared = [one.name for one in several if any(id(param) in ids for param in one.params.values())]
-            if len(shared) > 1:
+        for group in optimizer.param_groups:
+            if sum(_is_of(turn, group) for turn in turns.by_stage[stage.index]) > 1:
                 raise make_error("it makes groups that span turns", "name an optimizer that takes parameters")
