@@ -238,9 +238,8 @@ def _check_sparse(
         raise both[0].error(text, "remove one of the two")
     for group in optimizer.param_groups:
         kinds, chosen = {id(param) in sparse for param in group["params"]}, both[group.get("others", False)]
-        if (
-            True in kinds and chosen.source == "torch"
-        ):  # a step of a group like it, whose parameters are one number each
+        if True in kinds and chosen.source == "torch":
+            # A step of a group like it, whose parameters are one number each.
             params = [nn.Parameter(torch.zeros(1, 1)) for _ in kinds]
             for param, kind in zip(params, kinds, strict=True):
                 param.grad = torch.ones(1, 1).to_sparse(1) if kind else torch.ones(1, 1)
