@@ -42,8 +42,7 @@ class Round(Options):
 
     @model_serializer
     def _as_written(self) -> dict[str, Any]:
-        both = {"samples": self.samples, "seconds": self.seconds}
-        return {key: value for key, value in both.items() if value is not None}
+        return {key: value for key, value in self if value is not None}
 
     def __str__(self) -> str:
         [(key, value)] = self._as_written().items()
