@@ -17,7 +17,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from tempfile import TemporaryDirectory
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -260,8 +259,7 @@ class Kubernetes(Cluster):
                 texts[key] = data.decode("utf-8")
             except UnicodeDecodeError:
                 binary[key] = base64.b64encode(data).decode()
-        held: dict[str, Manifest] = {"data": texts} | ({"binaryData": binary} if binary else {})
-        self.manifests = [self._manifest("v1", "ConfigMap", **held)]
+        self.manifests = [self._manifest("v1", "ConfigMap", data=texts, binaryData=binary or None)]
         if options.runs is None:
             claim = {
                 "accessModes": ["ReadWriteMany" if self._node_count > 1 else "ReadWriteOnce"],
@@ -294,10 +292,10 @@ class Kubernetes(Cluster):
         return [] if options.env_from is not None else [one for one in variables if one not in options.env]
 
     def _manifest(
-        self, api: str, kind: str, labels: Mapping[str, str | None] = MappingProxyType({}), **rest: Manifest
+        self, api: str, kind: str, labels: Mapping[str, str | None] | None = None, **rest: Manifest | None
     ) -> Manifest:
         """The manifest of one of the job's objects; of `labels` and `rest` what is None is left out."""
-        labels = {**self._labels(), **labels}
+        labels = {**self._labels(), **(labels or {})}
         metadata = {"name": self.name, "namespace": self._options.namespace, "labels": labels}
         made: Manifest = _without_none({"apiVersion": api, "kind": kind, "metadata": metadata, **rest})
         return made
