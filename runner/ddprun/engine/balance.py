@@ -213,10 +213,9 @@ def open_balances(loaded: LoadedPipeline, feeds: Feeds, ranks: Ranks) -> Balance
         by_round[settings.plan.round][stage.index] = stage
     unequal = loader.balance is not None or bool(by_round.keys() - {None})
     if loader.workers and unequal and any(feed.iterable for feed in of_stages):
-        text = (
-            "unequal shares clash with loading processes for iterable data: new ones would have to read it "
-        )
-        raise loaded.error("loader.workers", f"{text}again from its start", "write workers: 0")
+        text = "unequal shares clash with loading processes for iterable data: "
+        text += "new ones would have to read it again from its start"
+        raise loaded.error("loader.workers", text, "write workers: 0")
     balances = Balances({None: Balance()})
     for one_round, stages in by_round.items():
         balances[one_round] = _open_balance(loaded, ranks, stages, one_round)
@@ -243,9 +242,8 @@ def _open_balance(
             stage = next(iter(stages.values()))
             name = stage.effective_settings(loaded.pipeline).sync.name
             key = f"{stage.key_path('sync')}.{name}.every.samples"
-            text = (
-                f"a round of {total} samples has less than a batch of {size} for each of {ranks.size} ranks"
-            )
+            text = f"a round of {total} samples has less than a batch of {size} "
+            text += f"for each of {ranks.size} ranks"
             raise loaded.error(key, text, f"at least {size * ranks.size} samples")
     is_fixed = isinstance(loader.balance, dict)
     weights = _fixed_weights(loaded, ranks) if is_fixed else [1.0] * ranks.size

@@ -213,9 +213,8 @@ def _build_option(loaded: LoadedPipeline, value: Any, key: KeyPath) -> Any:
     wanted = parse_object_spec(value)
     if wanted is not None:
         key = (*key, wanted.key)
-        options = {
-            name: _build_option(loaded, item, (*key, name)) for name, item in (wanted.options or {}).items()
-        }
+        given = wanted.options or {}
+        options = {name: _build_option(loaded, item, (*key, name)) for name, item in given.items()}
         chosen = ChoiceBuilder(loaded, key, "", wanted.name, "dotted", options)
         return chosen.import_target() if wanted.options is None else chosen.call()
     if isinstance(value, dict):

@@ -150,9 +150,8 @@ class TwoOptimizers(Optimizer):
                 optimizer.step()
 
     def _groups_of_both(self) -> list[list[dict[str, Any]]]:
-        return [
-            [group for group in self.param_groups if group["others"] == others] for others in (False, True)
-        ]
+        groups = self.param_groups
+        return [[one for one in groups if one["others"] == others] for others in (False, True)]
 
 
 def _optimizer_argument(chosen: ChoiceBuilder, model: nn.Module, params: list[Any]) -> Any:
@@ -316,10 +315,8 @@ def build_schedule(
         chosen.options.setdefault("mode", better_values(metric))
     if length is not None:
         if steps is None:
-            problem = (
-                f"{length} is left out, but the number of steps in an epoch of iterable data is not known"
-            )
-            raise chosen.error(problem, f"write {length}, or give the stage steps instead of epochs")
+            text = f"{length} is left out, but the number of steps in an epoch of iterable data is not known"
+            raise chosen.error(text, f"write {length}, or give the stage steps instead of epochs")
         chosen.options[length] = steps
     schedule = chosen.construct(torch.optim.lr_scheduler, optimizer, LRScheduler)
     try:

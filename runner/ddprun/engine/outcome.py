@@ -54,9 +54,8 @@ def finish_run(session: Session, status: Status) -> list[str]:
             reporter.note(f"ddprun: the run failed ({reporter.location}): {summary.error['message']}")
         if unwritten:
             ended = {"done": "is done", "interrupted": "has stopped", "failed": "has failed"}[status]
-            standard_streams.say(
-                f"the run {ended}, but not all of it could be written: {'; '.join(unwritten)}"
-            )
+            lacking = "; ".join(unwritten)
+            standard_streams.say(f"the run {ended}, but not all of it could be written: {lacking}")
         elif status == "interrupted" and runtime.loaded.pipeline.checkpoint.keep:
             reporter.note(f"to resume: {resume_command(runtime.shown_dir)}")
         standard_streams.print_stdout(str(runtime.shown_dir))

@@ -214,9 +214,8 @@ class Reporter:
             breaks=[asdict(one) for one in compiler.breaks],
             seconds=round(seconds, 3),
         )
-        made = format_count(graphs, "graph") + (
-            f", cut into {parts} at the size of buckets" if parts > graphs else ""
-        )
+        made = format_count(graphs, "graph")
+        made += f", cut into {parts} at the size of buckets" if parts > graphs else ""
         made += f", {format_count(len(compiler.breaks), 'graph break')}" if compiler.breaks else ""
         self.note(f"compiled {what} in {seconds:.1f} s: {made}")
 

@@ -199,9 +199,8 @@ def _assess_checkpoint(session: Session, location: CheckpointLocation, step: int
     """Find out together whether a checkpoint is whole and finite; gives why it is not."""
     runtime = session.runtime
     mine = _verify_own_files(location, step)
-    of_ranks = [
-        _OwnFiles(**one) for one in runtime.ranks.gather(f"resume/{location.name}/{step}", asdict(mine))
-    ]
+    gathered = runtime.ranks.gather(f"resume/{location.name}/{step}", asdict(mine))
+    of_ranks = [_OwnFiles(**one) for one in gathered]
     by_digest: dict[str, list[int]] = {}
     for leader in location.folders:
         members = location.members(leader)

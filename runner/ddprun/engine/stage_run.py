@@ -252,9 +252,8 @@ def end_stage(run: StageRun) -> None:
         execute_action(run, action, step)
         if isinstance(action, EqualizeState) and action.what == "parameters":
             session.reporter.events.info("reconciled", stage=stage.index, step=step, how="average")
-            session.reporter.note(
-                f"{stage.name}: the ranks' parameters differ; averaging them at the stage's end"
-            )
+            text = "the ranks' parameters differ; averaging them at the stage's end"
+            session.reporter.note(f"{stage.name}: {text}")
 
 
 def execute_action(run: StageRun, action: Action, step: int) -> None:
@@ -375,9 +374,8 @@ def make_buffers_equal(session: Session, stage: EvaluateStage | SaveStage) -> No
     if not names:
         return
     if runtime.buffers.plan.setting.when == "never":
-        whose = (
-            "each rank measures with its own" if isinstance(stage, EvaluateStage) else "rank 0's are saved"
-        )
+        evaluates = isinstance(stage, EvaluateStage)
+        whose = "each rank measures with its own" if evaluates else "rank 0's are saved"
         reporter.note(f"{stage.name}: buffers differ between ranks (buffers: never): {whose}")
     else:
         reporter.events.info("buffers_sent", stage=stage.index, step=state.step, names=list(names))

@@ -43,9 +43,8 @@ def load_weights(loaded: LoadedPipeline, model: nn.Module) -> None:
     except SafetensorError as error:
         text = f"{path} is not a safetensors file: {error}"
         raise loaded.error("init.file", text, "`save` writes one, and so does safetensors.torch") from None
-    model_tensors = {
-        plain_name(name): value for name, value in model.state_dict().items() if isinstance(value, Tensor)
-    }
+    state = model.state_dict().items()
+    model_tensors = {plain_name(name): value for name, value in state if isinstance(value, Tensor)}
     file_tensors = {plain_name(name): value for name, value in read.items()}
     of_ddp = all(name.startswith(_DDP_PREFIX) for name in file_tensors)
     if of_ddp and file_tensors.keys().isdisjoint(model_tensors):
@@ -172,10 +171,8 @@ class WeightAverage:
 
     def update(self) -> None:
         """The optimizer has taken a step."""
-        averages = list(self.tensors.values())
-        weights: Any = [
-            param.detach().to(own.dtype) for param, own in zip(self._params.values(), averages, strict=True)
-        ]
+        averages, params = list(self.tensors.values()), self._params.values()
+        weights: Any = [param.detach().to(own.dtype) for param, own in zip(params, averages, strict=True)]
         with torch.no_grad():
             if self.updates:
                 self._average(averages, weights, self.updates)

@@ -76,9 +76,8 @@ class DdpReplica:
         options: dict[str, Any] = {buffers: False, **settings.model_dump()}
         if isinstance(caps := options["bucket_cap_mb"], tuple):
             options |= {"bucket_cap_mb": None, "bucket_cap_mb_list": list(caps)}
-        self.ddp = DistributedDataParallel(
-            model, device_ids=[device] if device.type == "cuda" else None, init_sync=False, **options
-        )
+        device_ids = [device] if device.type == "cuda" else None
+        self.ddp = DistributedDataParallel(model, device_ids=device_ids, init_sync=False, **options)
         self.dispatcher = BucketDispatcher(self.ddp, queue, stack, first_bucket)
         self.settings = settings
 

@@ -387,9 +387,8 @@ class Kubernetes(Cluster):
         }
         items = [{"key": key, "path": path} for key, path in self._paths.items()]
         config_map = {"name": self.name, "items": items if len(items) > 1 else None}
-        init_containers = [
-            {**one, "securityContext": _RESTRICTED_CONTEXT} for one in options.pod.get("initContainers", ())
-        ]
+        given = options.pod.get("initContainers", ())
+        init_containers = [{**one, "securityContext": _RESTRICTED_CONTEXT} for one in given]
         spec = {
             "restartPolicy": restart,
             "automountServiceAccountToken": False,

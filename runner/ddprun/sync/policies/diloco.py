@@ -68,9 +68,8 @@ class Diloco(SyncPolicy):
             text = "adam moves each weight by about outer_lr in a step, so it has no default"
             faults.append(problem(text, "write one, such as outer_lr: 0.001", at="outer"))
         if self.outer != "adam" and self.outer_eps is not None:
-            faults.append(
-                problem(f"outer: {self.outer} takes none", "remove it", at="outer_eps", on_key=True)
-            )
+            text = f"outer: {self.outer} takes none"
+            faults.append(problem(text, "remove it", at="outer_eps", on_key=True))
         if faults:
             raise combine(faults)
         return self

@@ -21,12 +21,10 @@ class Gossip(SyncPolicy):
 
     def plan(self, stage: StageFacts) -> SyncPlan:
         cycle = _ROUNDS * self.every
-        rounds = [
-            Transfer(
-                "parameters", cycle, phase=number * self.every % cycle, among=_pairing(number, self.seed)
-            )
-            for number in range(1, _ROUNDS + 1)
-        ]
+        rounds = []
+        for number in range(1, _ROUNDS + 1):
+            phase, pairs = number * self.every % cycle, _pairing(number, self.seed)
+            rounds.append(Transfer("parameters", cycle, phase=phase, among=pairs))
         return SyncPlan(transfers=(*rounds, Transfer("parameters", every=0)))
 
 
