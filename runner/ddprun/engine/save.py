@@ -29,10 +29,19 @@ def save(session: Session, stage: SaveStage) -> dict[str, Any]:
     `model.safetensors` brings `model.safetensors.yaml` with it, the resolved pipeline. A relative path is
     relative to the run's folder. Either file is whole or not there. Raises OutputWriteError.
     """
-    reporter = session.reporter
+    runtime, reporter = session.runtime, session.reporter
     make_buffers_equal(session, stage)
     with averaged_weights(session):
-        target = session.runtime.display_path(_write_on_rank_0(session, stage))
+        path: Path = runtime.run_dir / runtime.loaded.expand_env_and_folder(f"{stage.path}.to", stage.to)
+        target = runtime.display_path(path)
+        if runtime.ranks.rank == 0:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_weights_and_pipeline(session, path, only_trainable=stage.only == "trainable")
+            except OSError as error:
+                problem = f"cannot write {target}: {error.strerror or error}"
+                raise OutputWriteError(f"{stage.path}: {problem}") from None
+        runtime.exchange.control.barrier("rank 0's file")
     reporter.events.info("saved", stage=stage.index, step=session.state.step, file=str(target))
     reporter.note(f"{stage.name}: {target}")
     return {"file": str(target)}
@@ -53,20 +62,6 @@ def check_saves(session: Session) -> None:
                 kind = str(dtype).removeprefix("torch.")
                 text = f'"{name}" is {kind}, which a safetensors file cannot hold'
                 raise session.runtime.loaded.error(stage.path, text, "remove the stage") from None
-
-
-def _write_on_rank_0(session: Session, stage: SaveStage) -> Path:
-    runtime = session.runtime
-    target: Path = runtime.run_dir / runtime.loaded.expand_env_and_folder(f"{stage.path}.to", stage.to)
-    if runtime.ranks.rank == 0:
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            write_weights_and_pipeline(session, target, only_trainable=stage.only == "trainable")
-        except OSError as error:
-            problem = f"cannot write {runtime.display_path(target)}: {error.strerror or error}"
-            raise OutputWriteError(f"{stage.path}: {problem}") from None
-    runtime.exchange.control.barrier("rank 0's file")
-    return target
 
 
 def write_weights_and_pipeline(
