@@ -85,15 +85,13 @@ class StageRun:
         """This step's total weight over the ranks that average gradients with this one, scaled to the world
         size. Ranks that train apart use their own, and send nothing.
         """
-        runtime, gradients = self.session.runtime, self.settings.plan.gradients
-        ranks, in_round = [runtime.ranks.rank], self.settings.plan.round is not None
-        if gradients is None and not in_round:
+        runtime, plan = self.session.runtime, self.settings.plan
+        if plan.gradients is None and plan.round is None:
             return mine * runtime.ranks.size
         counts = runtime.exchange.control.all_gather([mine], "what counts in the step")[:, 0].tolist()
-        if gradients == "all" or in_round:
-            ranks = list(range(runtime.ranks.size))
-        else:
-            by_host = runtime.ranks.placement.split_by_host(self.settings.plan.hosts)
+        ranks = list(range(runtime.ranks.size))
+        if plan.gradients == "host" and plan.round is None:
+            by_host = runtime.ranks.placement.split_by_host(plan.hosts)
             ranks = next(block for block in by_host if runtime.ranks.rank in block)
         return math.fsum(counts[rank] for rank in ranks) * runtime.ranks.size / len(ranks)
 
