@@ -131,9 +131,8 @@ class Transfer:
             )
 
     def starts_after(self, step: int) -> bool:
-        if step <= 0 or not self.every or step % self.every != self.phase:
-            return False
-        return self.not_every is None or step % self.not_every != 0
+        starts = step > 0 and self.every > 0 and step % self.every == self.phase
+        return starts and not is_due(self.not_every, step)
 
     def is_applied_after(self, step: int) -> bool:
         return self.starts_after(step - self.delay)
