@@ -170,11 +170,8 @@ def preserve_state(device: torch.device, *owners: Any) -> Iterator[None]:
 
 
 def _has_extra_state(module: nn.Module) -> bool:
-    kind = type(module)
-    return (
-        kind.get_extra_state is not nn.Module.get_extra_state
-        and kind.set_extra_state is not nn.Module.set_extra_state
-    )
+    names = "get_extra_state", "set_extra_state"
+    return all(getattr(type(module), name) is not getattr(nn.Module, name) for name in names)
 
 
 def _copy(value: Any, memo: dict[int, Any]) -> Any:
