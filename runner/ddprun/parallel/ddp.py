@@ -118,16 +118,15 @@ def predict_bucket_layout(
     `params_by_completion` are in the order in which backward completes their gradients. `caps_bytes`: the
     size at which each bucket is full; the last counts for all that follow.
     """
-    names = list(params_by_completion)
-    tensors = [as_real(param) for param in params_by_completion.values()]
+    named = [(name, as_real(param)) for name, param in params_by_completion.items()]
+    tensors = [tensor for _, tensor in named]
     buckets, _ = dist._compute_bucket_assignment_by_size(
         tensors, list(caps_bytes), [False] * len(tensors), list(range(len(tensors)))
     )
-    layouts = []
-    for index, bucket in enumerate(buckets):
-        named_tensors = [(names[one], tensors[one]) for one in bucket]
-        layouts.append(BucketLayout.from_tensors(index, tensors[bucket[0]].dtype, named_tensors))
-    return tuple(layouts)
+    return tuple(
+        BucketLayout.from_tensors(index, tensors[bucket[0]].dtype, [named[one] for one in bucket])
+        for index, bucket in enumerate(buckets)
+    )
 
 
 def sparse_parameters(model: nn.Module) -> dict[str, Tensor]:
