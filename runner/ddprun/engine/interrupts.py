@@ -32,7 +32,6 @@ class SignalRequests:
     def __init__(self) -> None:
         self.stop_requested = self._checkpoint_requested = False
         self._reinstalled_s = -math.inf
-
         if LAUNCHED_VARIABLE in os.environ:
             signal.signal(signal.SIGINT, self._on_stop_signal)
         else:

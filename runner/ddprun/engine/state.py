@@ -170,10 +170,8 @@ def _copy(targets: Mapping[str, Tensor], what: str, values: Mapping[str, Tensor]
         for name, target in targets.items():
             value = values[name]
             if target.shape != value.shape or target.dtype != value.dtype:
-                raise StateError(
-                    f'{what} "{name}" is {tuple(target.shape)} of {target.dtype}, in the checkpoint '
-                    f"{tuple(value.shape)} of {value.dtype}"
-                )
+                here, there = (f"{tuple(one.shape)} of {one.dtype}" for one in (target, value))
+                raise StateError(f'{what} "{name}" is {here}, in the checkpoint {there}')
             target.copy_(value)
 
 

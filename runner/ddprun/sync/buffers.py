@@ -52,10 +52,8 @@ class BufferUse:
         if not self.changing:
             return f"none of {total} buffers changes in training"
         facts = f"{abbreviated_list(self.changing, 2)}, {self.changing_bytes} bytes"
-        reads = "reads" if self.read_in_training else "never reads"
-        return (
-            f"{len(self.changing)} of {total} buffers change in training ({facts}), and training {reads} them"
-        )
+        change = f"{len(self.changing)} of {total} buffers change in training ({facts})"
+        return f"{change}, and training {'reads' if self.read_in_training else 'never reads'} them"
 
 
 def is_counter(buffer: Tensor) -> bool:
