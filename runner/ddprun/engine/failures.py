@@ -271,17 +271,14 @@ def _report_hang(ranks: Ranks, context: FailureContext, waits: list[WatchedColle
 def _collect_statuses(ranks: Ranks, peers: Mapping[int, PeerAddress]) -> dict[int, RankStatus]:
     """What the status pages say that can be read, of this host and of the others."""
     watchdog = ranks.watchdog
-    on_this_host = {rank: peer for rank, peer in peers.items() if peer.host == ranks.host}
-    elsewhere = [peer for peer in peers.values() if peer.host != ranks.host]
-    servers = {peer.status_server for peer in elsewhere if peer.status_server}
-    local = {rank: read_page(peer.status_page_path) for rank, peer in on_this_host.items()}
+    here = {rank: peer for rank, peer in peers.items() if peer.host == ranks.host}
+    servers = {peer.status_server for rank, peer in peers.items() if rank not in here and peer.status_server}
+    local = {rank: read_page(peer.status_page_path) for rank, peer in here.items()}
     if watchdog.folder is not None:
         local |= read_pages(watchdog.folder)
     local[ranks.rank] = read_page(watchdog.status_page.path) or local.get(ranks.rank)
-    return {
-        **announce_hang(sorted(servers)),
-        **{rank: status for rank, status in local.items() if status is not None},
-    }
+    found = {rank: status for rank, status in local.items() if status is not None}
+    return {**announce_hang(sorted(servers)), **found}
 
 
 def _publish_hang_report(report: HangReport, rank: int, context: FailureContext) -> None:
