@@ -336,17 +336,17 @@ class PlanProgress:
 
     def finish(self, *, reconcile: bool) -> tuple[DueTransfers, Effect]:
         """The stage is over: apply what is in flight; if to `reconcile`, after a last short round."""
-        since, transfers = self.steps_since_start, self.plan.transfers
+        since, transfers = self.steps_since_start, [*enumerate(self.plan.transfers)]
         unchanged = {index for index, steps in enumerate(since) if not steps}
         finishing = sorted(self.in_flight)
         self.in_flight.clear()
-        starting = []
-        if reconcile and any(since[index] for index, one in enumerate(transfers) if one.equalizes):
-            starting = [index for index, one in enumerate(transfers) if one.among == "all" and since[index]]
-        mixed = [index for index, one in enumerate(transfers) if one.own_part and not since[index]]
+        starting, mixed = list[int](), list[int]()
+        if reconcile:
+            mixed = [index for index, one in transfers if one.own_part and not since[index]]
+            if any(since[index] for index, one in transfers if one.equalizes):
+                starting = [index for index, one in transfers if one.among == "all" and since[index]]
         for index in starting:
             since[index] = 0
-        mixed = mixed if reconcile else []
         effect: Effect = "common" if reconcile and (finishing or starting or mixed) else "nothing"
         return DueTransfers(finishing, starting, unchanged, mixed, at_end=True), effect
 
