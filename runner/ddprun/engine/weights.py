@@ -49,11 +49,9 @@ def load_weights(loaded: LoadedPipeline, model: nn.Module) -> None:
     of_ddp = all(name.startswith(_DDP_PREFIX) for name in file_tensors)
     if of_ddp and file_tensors.keys().isdisjoint(model_tensors):
         file_tensors = {name.removeprefix(_DDP_PREFIX): value for name, value in file_tensors.items()}
-    fitting = [
-        name
-        for name, value in model_tensors.items()
-        if name in file_tensors and file_tensors[name].shape == value.shape
-    ]
+    in_file = {name: list(value.shape) for name, value in file_tensors.items()}
+    in_model = {name: list(value.shape) for name, value in model_tensors.items()}
+    fitting = [name for name, shape in in_model.items() if in_file.get(name) == shape]
     # Of weights that are tied, a file has one name.
     covered = {model_tensors[name].data_ptr() for name in fitting if model_tensors[name].numel()}
     lacking = [
@@ -61,17 +59,15 @@ def load_weights(loaded: LoadedPipeline, model: nn.Module) -> None:
         for name, value in model_tensors.items()
         if name not in fitting and value.data_ptr() not in covered and not matches(name, wanted.missing)
     ]
-    reshaped = []
-    for name in lacking:
-        if name in file_tensors:
-            in_file, in_model = list(file_tensors[name].shape), list(model_tensors[name].shape)
-            reshaped.append(f"{name} is {in_file} in the file and {in_model} in the model")
+    both = [name for name in lacking if name in in_file]
     lists = {
-        "missing": [name for name in lacking if name not in file_tensors],
+        "missing": [name for name in lacking if name not in in_file],
         "unexpected": [
             name for name in file_tensors if not (name in model_tensors or matches(name, wanted.unexpected))
         ],
-        "other shapes": reshaped,
+        "other shapes": [
+            f"{name} is {in_file[name]} in the file and {in_model[name]} in the model" for name in both
+        ],
     }
     if any(lists.values()):
         shown = "; ".join(f"{what}: {abbreviated_list(names)}" for what, names in lists.items() if names)
