@@ -86,11 +86,12 @@ def open_stacks(loaded: LoadedPipeline) -> HookStacksByStage:
     names: dict[tuple[str, bool], str] = {}
     for stage, settings in loaded.pipeline.stages_and_settings():
         hooks, path = settings.hooks, stage.key_path("hooks")
+        plain = [hook.to_plain_data() for hook in hooks]
         for inside, stacks in ((False, opened.all_ranks), (True, opened.within_hosts)):
-            wanted = repr([hook.to_plain_data() for hook in hooks]), inside
+            wanted = repr(plain), inside
             if wanted not in names:
                 # A checkpoint has this name, so secrets in the hooks' options are hidden in it.
-                name = f"{loaded.secrets.redact_all([hook.to_plain_data() for hook in hooks])!r}"
+                name = f"{loaded.secrets.redact_all(plain)!r}"
                 name += ", inside a host" if inside else ""
                 while name in opened.by_description:
                     name += "'"
