@@ -99,8 +99,7 @@ def group_names(loaded: LoadedPipeline, turns: Turns, optimizer: Optimizer, mode
         all_names.setdefault(id(param), []).append(plain_name(name))
     for group in optimizer.param_groups:
         names = next((all_names[id(one)] for one in group["params"] if id(one) in all_names), [])
-        its_turns = (one for one in turns.all() if one.name and _is_of(one, group))
-        parts = [f"turn {turn.name}" for turn in its_turns]
+        parts = [f"turn {one.name}" for one in turns.all() if one.name and _is_of(one, group)]
         given = loaded.pipeline.groups
         parts += next((one.match for one in given if any(matches(name, one.match) for name in names)), [])
         parts += ["others"] if group.get("others") else []
