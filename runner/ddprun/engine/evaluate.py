@@ -75,9 +75,8 @@ def evaluate_in_stage(run: StageRun, *, at_end: bool = False) -> bool:
     wanted = stage.evaluate
     assert wanted is not None, "the stage evaluates"
     with eval_model(session):
-        held_out = session.runtime.held_out
+        held_out, path = session.runtime.held_out, f"{stage.path}.evaluate"
         try:
-            path = f"{stage.path}.evaluate"
             found, _ = evaluate_metrics(session, held_out, wanted, path, to_its_end=at_end)
         except _StopRequestedError:
             return False
