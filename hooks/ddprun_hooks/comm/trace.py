@@ -21,8 +21,6 @@ def now_us() -> int:
 
 @dataclass(slots=True)
 class CollectiveTrace(Generic[TimeT]):
-    """One collective."""
-
     op: str
     group: str
     dtype: str

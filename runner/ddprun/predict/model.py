@@ -197,7 +197,6 @@ class _InstructionGenerator:
     def of_step(
         self, exchanges: Sequence[PlannedExchange], steps_since_exchange: int
     ) -> Iterator[Instruction]:
-        """One step with these exchanges."""
         settings, trains = settings_of(self.stage), self.stage.stage.name == "train"
         delay = settings.plan.overlap_steps
         work = self.model.own_work_us[settings.plan.gradients is not None]
@@ -276,7 +275,6 @@ def _means(times_us: Sequence[Mapping[_KeyT, float]]) -> dict[_KeyT, float]:
 
 
 def settings_of(stage: StageExplanation) -> StepStageSettings:
-    """The settings of a stage that takes steps."""
     assert stage.settings is not None, "only stages with steps are simulated"
     return stage.settings
 

@@ -40,8 +40,6 @@ class LastRankWait:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedCollective:
-    """One collective."""
-
     work_us: float  # of this rank: copies, sums, system calls
     bytes_by_level: Mapping[LinkLevel, float]  # what leaves each host, and what its ranks send to each other
     rounds: int = 1  # messages that can only go one after the other
@@ -99,8 +97,6 @@ class TransferTimes:
 
 @dataclass(slots=True)
 class SimulatedStep:
-    """What came out of one simulated step."""
-
     step_us: float = 0.0
     parts_us: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # of the training thread
     waits_us: dict[WaitCause, float] = field(default_factory=lambda: defaultdict(float))  # of that thread

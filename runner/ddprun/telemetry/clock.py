@@ -35,7 +35,6 @@ class Clock:
         return microseconds
 
     def times(self, marks: list[Any]) -> list[int]:
-        """Many marks in microseconds."""
         return [mark // 1000 for mark in marks]
 
     def read_traces(self, traces: Sequence[BucketTrace[Any]]) -> Sequence[BucketTrace[int]]:

@@ -44,9 +44,7 @@ def message_length(turns: Sequence[range]) -> int:
 
 @dataclass(slots=True)
 class OwnMessages:
-    """Messages of this rank."""
-
-    numbers: FloatArray  # shape (messages, numbers of a message)
+    numbers: FloatArray  # this rank's; shape (messages, numbers of a message)
     steps: list[int]  # that each is about; behind them the stage's last step, if `add_remainder` was called
     rows: list[int]  # these steps' rows in `ResolvedSteps`; the remainder of a stage has none
     findings: dict[int, Sequence[BucketTrace[int]]]  # by message, traces in which hooks have found something

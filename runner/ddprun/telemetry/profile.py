@@ -62,7 +62,6 @@ class Profiler:
         self._writer.put(record_file(PROFILE_FOLDER, self._rank), lines)
 
     def _records(self, profile: torch.profiler.profile, step: int) -> Iterator[ProfilerRecord]:
-        """A record for each of the profiler's events."""
         with tempfile.TemporaryDirectory(prefix="ddprun-") as scratch:
             path = Path(scratch) / "trace.json"
             profile.export_chrome_trace(str(path))

@@ -73,7 +73,6 @@ class Screen:
         """The stage is over."""
 
     def show_summary(self, summary: Summary) -> None:
-        """Show the closing table."""
         table = Table(show_header=False, box=self._box)
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
@@ -83,8 +82,6 @@ class Screen:
 
 
 class ProgressBarScreen(Screen):
-    """A progress bar on a terminal."""
-
     _box = ROUNDED
 
     def __init__(self, redact: Callable[[str], str]) -> None:
@@ -124,7 +121,6 @@ class ProgressBarScreen(Screen):
 
 
 def screen_for(rank: int, redact: Callable[[str], str]) -> Screen:
-    """The screen of a rank."""
     on_terminal = rank == 0 and is_terminal(sys.stderr)
     return ProgressBarScreen(redact) if on_terminal else Screen(redact, quiet=rank != 0)
 

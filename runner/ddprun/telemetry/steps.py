@@ -64,7 +64,6 @@ class TraceTimes(NamedTuple):
 
     @classmethod
     def from_traces(cls, sections: Sequence[int], traces: Sequence[BucketTrace[int]]) -> "TraceTimes":
-        """From traces, and the section of each."""
         numbers = list[int]()
         for section, trace in zip(sections, traces, strict=True):
             numbers += (section, trace.bucket, trace.ready, trace.done or trace.ready)

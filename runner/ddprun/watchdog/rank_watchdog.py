@@ -45,8 +45,6 @@ _DDPRUN = (
 
 @dataclass(slots=True, eq=False)
 class WatchedCollective(CollectiveHandle):
-    """One collective of this rank."""
-
     sequence: "WatchedSequence"
     number: int
     op: str
@@ -86,7 +84,6 @@ class WatchedCollective(CollectiveHandle):
 
     @property
     def status_entry(self) -> UnfinishedCollective:
-        """For the status page."""
         return UnfinishedCollective(
             index=self.sequence.index,
             name=self.sequence.name,
@@ -100,8 +97,6 @@ class WatchedCollective(CollectiveHandle):
 
 @dataclass(slots=True, eq=False)
 class WatchedSequence(CollectiveSequence):
-    """One sequence of this rank."""
-
     watchdog: "RankWatchdog"
     index: int
     name: str

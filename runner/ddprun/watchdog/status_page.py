@@ -168,7 +168,6 @@ class StatusPage:
         self._page.reported = 1
 
     def remove(self) -> None:
-        """Remove the status page."""
         if self._in_folder:
             Path(self.path).unlink(missing_ok=True)
 
