@@ -1,8 +1,7 @@
 """From a hook's name and options to the hook: built in, installed (entry point) or dotted."""
 
-import importlib
 import inspect
-import operator
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -41,13 +40,16 @@ def make_hook(name: str, options: Mapping[str, Any] | None = None) -> Hook:
         for level in grammar.LEVELS:
             if level in options:
                 options[level] = Stack(_make_hooks(options[level], f"{name}.{level}"))
-        module, _, factory = BUILT_IN[name].implementation.partition(":")
-        make = operator.attrgetter(factory)(importlib.import_module(f"ddprun_hooks.builtin.{module}"))
-        made = make(**options)
+        made = pkgutil.resolve_name(f"ddprun_hooks.builtin.{BUILT_IN[name].implementation}")(**options)
         assert isinstance(made, Hook)
         return made
+    if "." not in name and name not in installed_entry_points(ENTRY_POINT_GROUP):
+        raise HookSetupError(unknown_hook_message(name))
     try:
-        target = import_trusted(name, _EXPECTED_HOOK) if "." in name else _import_installed_hook(name)
+        if "." in name:
+            target = import_trusted(name, _EXPECTED_HOOK)
+        else:
+            target = import_entry_point(ENTRY_POINT_GROUP, name, _EXPECTED_HOOK)
     except UntrustedError as error:
         raise HookSetupError(f"{error}; {error.allowed}") from None
     except (ImportPathError, TrustSettingError) as error:
@@ -106,12 +108,6 @@ def _make_named_hook(hook: AnyHook) -> tuple[str, Hook]:
 
 def _name_of(target: Any) -> str:
     return f"{target.__module__}.{getattr(target, '__qualname__', type(target).__qualname__)}"
-
-
-def _import_installed_hook(name: str) -> Any:
-    if name not in installed_entry_points(ENTRY_POINT_GROUP):
-        raise HookSetupError(unknown_hook_message(name))
-    return import_entry_point(ENTRY_POINT_GROUP, name, _EXPECTED_HOOK)
 
 
 def _from_target(name: str, target: Any, options: dict[str, Any]) -> Hook:
