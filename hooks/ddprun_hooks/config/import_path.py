@@ -28,34 +28,25 @@ def import_trusted(name: str, expected: trust.ExpectedObject | None = None) -> A
     kind = expected.kind if expected is not None else ""
     trust_policy.admit_name(name, kind)
     for length in range(len(parts) - 1, 0, -1):
-        module_name = ".".join(parts[:length])
+        where = ".".join(parts[:length])
         try:
-            found: Any = importlib.import_module(module_name)
+            found: Any = importlib.import_module(where)
+            break
         except ModuleNotFoundError as error:
             # Only the name's own prefix being absent means "look further up"; an import that fails inside
             # the user's module is the user's to see.
-            if error.name is None or not (
-                module_name == error.name or module_name.startswith(error.name + ".")
-            ):
+            if error.name is None or not (where == error.name or where.startswith(error.name + ".")):
                 raise
-        else:
-            found = _resolve_attribute(found, module_name, parts[length:], trust_policy, kind)
-            trust_policy.admit(name, found, expected)
-            return found
-    raise ImportPathError(f'no module is named "{parts[0]}"')
-
-
-def _resolve_attribute(
-    owner: Any, where: str, path: list[str], trust_policy: trust.TrustPolicy, kind: str
-) -> Any:
-    for part in path:
-        trust_policy.admit_attribute(owner, where, part, kind)
-        if not hasattr(owner, part):
-            suggestion = closest_match(part, dir(owner))
+    else:
+        raise ImportPathError(f'no module is named "{parts[0]}"')
+    for part in parts[length:]:
+        trust_policy.admit_attribute(found, where, part, kind)
+        if not hasattr(found, part):
+            suggestion = closest_match(part, dir(found))
             raise ImportPathError(format_message(f'"{where}" has no "{part}"', suggestion=suggestion))
-        owner = getattr(owner, part)
-        where = f"{where}.{part}"
-    return owner
+        found, where = getattr(found, part), f"{where}.{part}"
+    trust_policy.admit(name, found, expected)
+    return found
 
 
 @functools.cache
@@ -69,10 +60,8 @@ def installed_entry_points(group: str) -> Mapping[str, tuple[str, ...]]:
     return {name: tuple(sorted(found[name])) for name in sorted(found)}
 
 
-@functools.cache
-def _all_entry_points() -> Any:
-    """Those of all groups, since to read the metadata of all packages takes some milliseconds each time."""
-    return entry_points()
+# Those of all groups, since to read the metadata of all packages takes some milliseconds each time.
+_all_entry_points = functools.cache(entry_points)
 
 
 def import_entry_point(group: str, name: str, expected: trust.ExpectedObject) -> Any:
