@@ -210,18 +210,16 @@ def read_trust_policy() -> TrustPolicy:
     text = os.environ.get(TRUST_VARIABLE)
     if text is None:
         return TrustPolicy(None)
-    words = tuple(word.strip() for word in text.split(",") if word.strip())
-    for word in words:
-        if not all(part.isidentifier() for part in word.removeprefix(FOLDER_PREFIX).split(".")):
+    names = {word: word.removeprefix(FOLDER_PREFIX) for word in map(str.strip, text.split(",")) if word}
+    for word, name in names.items():
+        if not all(part.isidentifier() for part in name.split(".")):
             raise TrustSettingError(
                 f'{TRUST_VARIABLE}: "{word}" is not a package; write packages or prefixes of import paths '
                 f"with commas between them, as in torchvision.models,mylab.nets; {FOLDER_PREFIX}mylab is one "
                 "in the pipeline's folder"
             )
-    in_folder = frozenset(
-        word.removeprefix(FOLDER_PREFIX) for word in words if word.startswith(FOLDER_PREFIX)
-    )
-    return TrustPolicy(tuple(dict.fromkeys(word.removeprefix(FOLDER_PREFIX) for word in words)), in_folder)
+    in_folder = frozenset(name for word, name in names.items() if word != name)
+    return TrustPolicy(tuple(dict.fromkeys(names.values())), in_folder)
 
 
 def callable_full_names(found: Any) -> Iterator[str]:
