@@ -50,14 +50,11 @@ class TensorBuckets:
     """
 
     def __init__(self, named_tensors: Mapping[str, Tensor], cap_bytes: float, first_index: int = 0) -> None:
-        named_tensors = {name: as_real(tensor) for name, tensor in named_tensors.items()}
-        names_by_bucket = _assign_to_buckets(named_tensors, cap_bytes)
-        self._tensors = [[named_tensors[name] for name in names] for names in names_by_bucket]
+        buckets = _assign_to_buckets(named_tensors, cap_bytes)
+        self._tensors = [[tensor for _, tensor in bucket] for bucket in buckets]
         self.layouts = tuple(
-            BucketLayout.from_tensors(
-                index, named_tensors[names[0]].dtype, ((name, named_tensors[name]) for name in names)
-            )
-            for index, names in enumerate(names_by_bucket, start=first_index)
+            BucketLayout.from_tensors(index, bucket[0][1].dtype, bucket)
+            for index, bucket in enumerate(buckets, start=first_index)
         )
 
     def flatten(self, index: int) -> Tensor:
@@ -66,34 +63,30 @@ class TensorBuckets:
 
     def copy_to_tensors(self, index: int, flat: Tensor) -> None:
         """Overwrite the tensors of a bucket with `flat`, shape (numel,)."""
-        for tensor, part in self._tensors_with_slices(index, flat):
-            tensor.copy_(part)
+        for tensor, param in zip(self._tensors[index], self.layouts[index].params, strict=True):
+            tensor.detach().copy_(param.of(flat).view(param.shape))
 
     def add_to_tensors(self, index: int, flat: Tensor) -> None:
         """Add `flat`, shape (numel,), to the tensors of a bucket."""
-        for tensor, part in self._tensors_with_slices(index, flat):
-            tensor.add_(part)
-
-    def _tensors_with_slices(self, index: int, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
-        tensors, params = self._tensors[index], self.layouts[index].params
-        return [
-            (tensor.detach(), param.of(flat).view(param.shape))
-            for tensor, param in zip(tensors, params, strict=True)
-        ]
+        for tensor, param in zip(self._tensors[index], self.layouts[index].params, strict=True):
+            tensor.detach().add_(param.of(flat).view(param.shape))
 
 
-def _assign_to_buckets(named_tensors: Mapping[str, Tensor], cap_bytes: float) -> list[list[str]]:
-    """Names by bucket, buckets in the order of their first tensor."""
-    buckets: list[list[str]] = []
-    current: dict[tuple[torch.dtype, torch.device], tuple[list[str], int]] = {}
+def _assign_to_buckets(
+    named_tensors: Mapping[str, Tensor], cap_bytes: float
+) -> list[list[tuple[str, Tensor]]]:
+    """Names and tensors by bucket, buckets in the order of their first tensor."""
+    buckets: list[list[tuple[str, Tensor]]] = []
+    current: dict[tuple[torch.dtype, torch.device], tuple[list[tuple[str, Tensor]], int]] = {}
     for name, tensor in named_tensors.items():
         if not tensor.numel():
             continue
-        key, size = (tensor.dtype, tensor.device), tensor.numel() * tensor.element_size()
-        names, held = current.get(key, ([], 0))
-        if not names or held + size > cap_bytes:
-            names, held = [], 0
-            buckets.append(names)
-        names.append(name)
-        current[key] = names, held + size
+        real = as_real(tensor)
+        key, size = (real.dtype, real.device), real.nbytes
+        bucket, held = current.get(key, ([], 0))
+        if not bucket or held + size > cap_bytes:
+            bucket, held = [], 0
+            buckets.append(bucket)
+        bucket.append((name, real))
+        current[key] = bucket, held + size
     return buckets
