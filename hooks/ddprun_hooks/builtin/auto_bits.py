@@ -91,7 +91,7 @@ class AutoBits(ErrorFeedback):
             arrived = await comm.all_to_all(reduction.encode())
             total = reduction.decode(await comm.all_gather(reduction.sum_and_encode(arrived)))
         else:
-            stride = _stride(payload.tensor)
+            stride = _STRIDE if len(payload.tensor) >= _STRIDE * _MIN_SAMPLE else 1
             sample = _sample(payload.tensor, reduction, stride)
             both = await comm.all_to_all(_beside(reduction.encode(), sample))
             arrived, samples = _split(both, sample, comm.size)
@@ -136,13 +136,9 @@ class AutoBits(ErrorFeedback):
         return {**states[0], "residuals": super().merge([state["residuals"] for state in states])}
 
 
-def _stride(payload: Tensor) -> int:
-    return _STRIDE if len(payload) >= _STRIDE * _MIN_SAMPLE else 1
-
-
 def _sample(payload: Tensor, reduction: TwoPhaseReduction, stride: int) -> Tensor:
     """Some values of each rank's share, fp32, shape (ranks, n); zeros beyond the payload's end."""
-    length, device = reduction.blocks_per_share * reduction.wire_format.block, payload.device
+    length, device = reduction.share_length, payload.device
     starts = torch.arange(reduction.group_size, device=device) * length
     places = starts.unsqueeze(1) + torch.arange(0, length, stride, device=device)
     return torch.where(places < len(payload), payload[places.clamp(max=len(payload) - 1)], 0).float()

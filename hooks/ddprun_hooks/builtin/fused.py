@@ -24,7 +24,8 @@ class FusedBlockReduction(TwoPhaseReduction):
         return message
 
     def sum_and_encode(self, arrived: Tensor) -> Tensor:
-        message, residual_share = self._empty_message(1), self.own_residual_share()
+        message, start = self._empty_message(1), self.rank * self.share_length
+        residual_share = self.residual[start : start + self.share_length]  # shorter where shares are padded
         arguments = arrived, residual_share, message, self.group_size, residual_share.numel()
         self._launch(blocks.sum_and_encode, 1, *arguments)
         return message

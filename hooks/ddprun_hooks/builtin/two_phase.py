@@ -56,12 +56,11 @@ class TwoPhaseReduction:
         self.wire_format, self.payload, self.residual = wire_format, payload, residual
         self.rank, self.group_size = rank, group_size
         self.blocks_per_share = -(-payload.numel() // (group_size * wire_format.block))
+        self.share_length = self.blocks_per_share * wire_format.block  # values
 
     def encode(self) -> Tensor:
         """The message of this rank's payload, a share for each rank."""
-        self._padded_sum = self.residual.new_zeros(
-            self.group_size, self.blocks_per_share * self.wire_format.block
-        )
+        self._padded_sum = self.residual.new_zeros(self.group_size, self.share_length)
         self._unpadded_sum = self._padded_sum.view(-1)[: self.payload.numel()]
         torch.add(self.payload, self.residual, out=self._unpadded_sum)
         self._message = self.wire_format.encode(self._padded_sum)
@@ -85,11 +84,6 @@ class TwoPhaseReduction:
         self.residual.copy_(self._unpadded_sum)
         total = self.wire_format.decode(gathered.view(self.group_size, -1), self._padded_sum.dtype)
         return self.payload.copy_(total.view(-1)[: self.payload.numel()])
-
-    def own_residual_share(self) -> Tensor:
-        """This rank's share of the residual: a view, shorter or empty where the last shares are padded."""
-        length = self.blocks_per_share * self.wire_format.block
-        return self.residual[self.rank * length : (self.rank + 1) * length]
 
 
 class TwoPhase(ErrorFeedback):
@@ -156,11 +150,8 @@ class BlockScaled(BlockCode):
         raise NotImplementedError
 
     def reduction_class(self, payload: Tensor, residual: Tensor) -> type[TwoPhaseReduction]:
-        if (
-            not self.kernel_format
-            or self.block > kernels.MAX_BLOCK_SIZE
-            or not kernels.can_handle_tensors(payload, residual)
-        ):
+        has_kernel = self.kernel_format and self.block <= kernels.MAX_BLOCK_SIZE
+        if not (has_kernel and kernels.can_handle_tensors(payload, residual)):
             return TwoPhaseReduction
         from ddprun_hooks.builtin.fused import FusedBlockReduction
 
