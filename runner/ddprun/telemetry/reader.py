@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, reduce
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,9 +49,6 @@ _EVENT_NAMES = {
     "stage_started": "stage",
 }
 _NON_METRIC_FIELDS = ("event", "level", "time", "monotonic_us", "rank", "stage", "step", "samples")
-_step_decoder = msgspec.json.Decoder(StepRecord)
-_bucket_decoder = msgspec.json.Decoder(BucketRecord)
-_profiler_decoder = msgspec.json.Decoder(ProfilerRecord)
 
 
 def log_file(rank: int) -> str:
@@ -220,26 +218,23 @@ class Run:
 
     def step_records(self, rank: int, wanted: Callable[[int], bool] | None = None) -> Iterator[StepRecord]:
         """A rank's step records; only those of `wanted` steps, if given."""
-        return self._records(record_file("steps", rank), _step_decoder, wanted)
+        return self._records(record_file("steps", rank), StepRecord, wanted)
 
     def bucket_records(
         self, rank: int, wanted: Callable[[int], bool] | None = None, *, holding: bytes = b""
     ) -> Iterator[BucketRecord]:
         """A rank's bucket records; only those of `wanted` steps, and only lines that contain `holding`."""
-        return self._records(record_file("buckets", rank), _bucket_decoder, wanted, holding)
+        return self._records(record_file("buckets", rank), BucketRecord, wanted, holding)
 
     def profiler_records(self, rank: int) -> Iterator[ProfilerRecord]:
         """What torch's profiler recorded on a rank; nothing if it did not run."""
-        return self._records(record_file(PROFILE_FOLDER, rank), _profiler_decoder)
+        return self._records(record_file(PROFILE_FOLDER, rank), ProfilerRecord)
 
     @cached_property
     def profiled_steps(self) -> set[int]:
         """The steps that torch's profiler recorded."""
-        intervals = {
-            (record.first_step, record.step)
-            for rank in self.ranks[:1]
-            for record in self.profiler_records(rank)
-        }
+        records = chain.from_iterable(map(self.profiler_records, self.ranks[:1]))
+        intervals = {(record.first_step, record.step) for record in records}
         ends = {step for interval in intervals for step in interval}
         return ends.union(*(steps_between(self.recorded_steps, first, last + 1) for first, last in intervals))
 
@@ -250,12 +245,10 @@ class Run:
         return MeasuredClockOffsets([one.monotonic_us for one in found], [one.offset_us for one in found])
 
     def _records(
-        self,
-        name: str,
-        decoder: "msgspec.json.Decoder[_T]",
-        wanted: Callable[[int], bool] | None = None,
-        holding: bytes = b"",
+        self, name: str, kind: type[_T], wanted: Callable[[int], bool] | None = None, holding: bytes = b""
     ) -> Iterator[_T]:
+        decoder = msgspec.json.Decoder(kind)
+
         def parse(line: bytes) -> _T | None:
             if holding not in line or not (wanted is None or wanted(_step_of(line))):
                 return None
@@ -331,12 +324,10 @@ class MeasuredClockOffsets:
             return at_us
         times, offsets = self._offsets_by_rank[rank]
         index = bisect_right(times, at_us)  # on the rank's own clock, which may have started at another time
-        if index == 0:
-            return at_us - offsets[0]
-        before = offsets[index - 1]
-        if index == len(times):
-            return at_us - before
-        length, after = times[index] - times[index - 1], offsets[index]
-        if length <= 0 or abs(after - before) > _MAX_DRIFT * length:
+        if index in (0, len(times)):
+            return at_us - offsets[max(0, index - 1)]
+        before, length = offsets[index - 1], times[index] - times[index - 1]
+        more = offsets[index] - before
+        if abs(more) > _MAX_DRIFT * length:
             return at_us - before  # another clock, as after a restart on another host
-        return at_us - before - (at_us - times[index - 1]) / length * (after - before)
+        return at_us - before - (at_us - times[index - 1]) / length * more
