@@ -401,9 +401,8 @@ class StepRecorder:
         traces, rank = list(self._clock.read_traces(traffic.completed)), self.rank
         read_finding_codes(traces)
         self._accumulator.note_findings(traces)
-        self._count_traffic(
-            traces, int(in_flight_us(TraceTimes.from_traces([0] * len(traces), traces), 1)[0])
-        )
+        times = TraceTimes.from_traces([0] * len(traces), traces)
+        self._count_traffic(traces, int(in_flight_us(times, 1)[0]))
         records = [bucket_record(trace, None, {}, stage=stage, step=step, rank=rank) for trace in traces]
         self._write("buckets", list(map(encode_json_line, records)))
 
@@ -549,12 +548,12 @@ class StepRecorder:
             if pending.resolved is not None:
                 record = self._split_and_record(pending.resolved, pending.own, messages, means)
                 self._deferred.append(record)
-            newest = None
-            if messages is not None and self.on_messages is not None:
+            if messages is None:
+                continue
+            if self.on_messages is not None:
                 self.on_messages(pending.own.steps, messages)
-            if messages is not None:
-                names, turns, before = self.value_names, self._turns, self.agreed
-                newest = combine_messages(pending.own, messages, means, names, turns, self.stragglers, before)
+            names, turns, before = self.value_names, self._turns, self.agreed
+            newest = combine_messages(pending.own, messages, means, names, turns, self.stragglers, before)
             if newest is not None:
                 self.agreed = newest
                 agreed_steps.append(newest)
@@ -584,8 +583,7 @@ class StepRecorder:
         every = self._every if self.on_step_record is None else 1
         steps, buckets, made = list[bytes](), list[bytes](), 0
         try:
-            rank, names = self.rank, self.value_names
-            turns = self._turns
+            rank, names, turns = self.rank, self.value_names, self._turns
             for record, traces, of_buckets in step_records(
                 resolved, all_means, all_ready, names, turns=turns, rank=rank, every=every
             ):

@@ -315,10 +315,8 @@ def union_overlap_us(intervals: Intervals, windows: Intervals) -> IntArray:
         position: IntArray = section * (high - low + 1) + (np.minimum(np.maximum(moment, low), high) - low)
         return position
 
-    start, end = (
-        to_single_timeline(intervals.section, intervals.start),
-        to_single_timeline(intervals.section, intervals.end),
-    )
+    start = to_single_timeline(intervals.section, intervals.start)
+    end = to_single_timeline(intervals.section, intervals.end)
     order = start.argsort(kind="stable")
     start = start[order]
     latest_end = np.zeros(len(start) + 1, dtype=np.int64)
