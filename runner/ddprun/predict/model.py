@@ -200,41 +200,42 @@ class _InstructionGenerator:
         settings, trains = settings_of(self.stage), self.stage.stage.name == "train"
         delay = settings.plan.overlap_steps
         work = self.model.own_work_us[settings.plan.gradients is not None]
+        moments: tuple[Moment, ...] = ("before_forward", "backward", "after_step")
+        before, backward, after = ([one for one in exchanges if one.moment == at] for at in moments)
         for micro in range(settings.accumulate):
             yield Compute(work["data_us"], "data_us")
-            if any(exchange.moment == "before_forward" for exchange in exchanges):
-                yield from self._send(exchanges, "before_forward", "buffers", 0.0)
+            if before:
+                yield from self._send(before, "buffers", 0.0)
                 yield AwaitTransfers("buffers")
             yield Compute(work["forward_us"], "forward_us")
             if trains and micro < settings.accumulate - 1:
                 yield Compute(work["backward_us"], "backward_us")
         if trains:
-            yield from self._backward(exchanges, work["backward_us"])
+            yield from self._backward(backward, work["backward_us"])
         yield Compute(work["optimizer_us"], "optimizer_us")
         if delay:
             yield AwaitTransfers("sync", delay)
-        after = [exchange for exchange in exchanges if exchange.moment == "after_step"]
         if after:
             nbytes = sum(bucket.bytes for exchange in after for bucket in exchange.buckets)
             yield Compute(_CHANGE_US * nbytes, "sync_us")
             late_us = self._last_rank_wait_us(steps_since_exchange)
-            yield from self._send(exchanges, "after_step", "sync", late_us)
+            yield from self._send(after, "sync", late_us)
         if after and not delay:
             yield AwaitTransfers("sync")
         yield Compute(work["sync_us"] + work["other_us"], "sync_us")
 
     def _send(
-        self, exchanges: Sequence[PlannedExchange], moment: Moment, queue: str, late_us: float
+        self, exchanges: Sequence[PlannedExchange], queue: str, late_us: float
     ) -> Iterator[Instruction]:
         for exchange in exchanges:
-            for bucket in exchange.buckets if exchange.moment == moment else ():
+            for bucket in exchange.buckets:
                 yield self._transfer(exchange, bucket, queue, late_us)
 
     def _backward(self, exchanges: Sequence[PlannedExchange], whole_us: float) -> Iterator[Instruction]:
         late_us, done = self._last_rank_wait_us(1), 0.0
         shares = self.model.gradient_ready_shares
         for exchange in exchanges:
-            for bucket in exchange.buckets if exchange.moment == "backward" else ():
+            for bucket in exchange.buckets:
                 ready = max([shares.get(name, 1.0) for name in bucket.params] or [1.0])
                 if ready > done:
                     yield Compute(whole_us * (ready - done), "backward_us")
