@@ -183,12 +183,11 @@ def leave_one_out(stack: HookSpecs) -> Iterator[tuple[str, list[Any]]]:
         name, options = parse_spec(hook)
         yield name, [*stack[:index], *stack[index + 1 :]]
         options = {key: value for key, value in options.items() if value is not None}
-        for leg in ("within", "across") if name == "hierarchical" else ():
-            inner = list(options.get(leg) or ())
-            for place, one in enumerate(inner):
-                left = {name: {**options, leg: [*inner[:place], *inner[place + 1 :]]}}
-                where = "between hosts" if leg == "across" else "inside a host"
-                yield f"{parse_spec(one)[0]} {where}", [*stack[:index], left, *stack[index + 1 :]]
+        legs = {"within": "inside a host", "across": "between hosts"} if name == "hierarchical" else {}
+        for leg, where in legs.items():
+            for inner, left in leave_one_out(options.get(leg) or ()):
+                changed = {name: {**options, leg: left}}
+                yield f"{inner} {where}", [*stack[:index], changed, *stack[index + 1 :]]
 
 
 def break_even_rate(
