@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import chdir
 from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -380,22 +381,16 @@ class _Planner:
         groups: dict[tuple[Moment, Route], Counter[Layouts]] = {}
         for moment, route, layouts in sends:
             groups.setdefault((moment, route), Counter())[layouts] += 1
-        found = []
+        found, known = [], self._stage_exchanges
         for (moment, route), counted in groups.items():
-            layouts = tuple(layout for some in counted for layout in some)
-            key = moment, route, layouts, next(iter(counted.values()))
-            if key not in self._stage_exchanges:
-                self._stage_exchanges[key] = self._planned_exchange(*key)
-            found.append(self._stage_exchanges[key])
+            layouts, times = tuple(chain.from_iterable(counted)), next(iter(counted.values()))
+            if (key := (moment, route, layouts, times)) not in known:
+                buckets = tuple(self._simulator.simulate_bucket(self._stage, route, one) for one in layouts)
+                sent = total([one.sent * times for one in buckets], self._ranks)
+                ranks = self._simulator.group(route).size
+                known[key] = PlannedExchange(len(known), moment, route, ranks, times, buckets, sent)
+            found.append(known[key])
         return tuple(found)
-
-    def _planned_exchange(
-        self, moment: Moment, route: Route, layouts: Layouts, times: int
-    ) -> PlannedExchange:
-        buckets = tuple(self._simulator.simulate_bucket(self._stage, route, layout) for layout in layouts)
-        sent = total([one.sent * times for one in buckets], self._ranks)
-        number, ranks = len(self._stage_exchanges), self._simulator.group(route).size
-        return PlannedExchange(number, moment, route, ranks, times, buckets, sent)
 
     def _sends(self, moment: Moment, actions: Iterable[Action]) -> tuple[PlannedSend, ...]:
         """What actions of the current stage send, without empty ones; what is compared is not counted."""

@@ -272,7 +272,8 @@ class StepMarker:
     def _optimizer_begins(
         self, optimizer: Optimizer, inputs: Sequence[Any], options: Mapping[str, Any]
     ) -> None:
-        if self._stepping not in (None, optimizer) or not self._is_observed(optimizer):
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        if self._stepping not in (None, optimizer) or self._optimized.isdisjoint(map(id, params)):
             return
         self._stepping = optimizer
         self._in_closure = any(map(callable, (*inputs[1:], *options.values())))
@@ -334,10 +335,6 @@ class StepMarker:
             else:
                 self._recorder.note_loss(loss, samples)
         self._micro_batches.clear()
-
-    def _is_observed(self, optimizer: Optimizer) -> bool:
-        groups = optimizer.param_groups
-        return any(id(param) in self._optimized for group in groups for param in group["params"])
 
     def _version_of_scale(self) -> int:
         """Counts `GradScaler.update`, which comes after each step, whether the optimizer took it or not."""

@@ -7,7 +7,7 @@ from textwrap import wrap
 from typing import Any, Literal, NamedTuple
 
 from ddprun.report.blocks import Chart, NamedDigests
-from ddprun.report.digest import STEP_PARTS, Curve, RunDigest, SlowStep, Timeline
+from ddprun.report.digest import STEP_PARTS, Curve, SlowStep, Timeline
 from ddprun.telemetry.records import PARTS
 from ddprun.units import abbreviated_list, format_bit_rate
 
@@ -38,9 +38,10 @@ def _layout(x: str, y: str = "", **more: Any) -> dict[str, Any]:
 
 def mark_stages_and_evaluations(chart: Chart, runs: NamedDigests) -> Chart:
     """The chart with where stages begin and evaluations took place, if that is the same in all runs."""
-    marked = [
-        (stage_starts(digest), sorted({step for step, _ in digest.run.evaluations})) for _, digest in runs
-    ]
+    marked = []
+    for _, digest in runs:
+        begins = [stage.first_step - 0.5 for stage in digest.stages]  # half a step before the first
+        marked.append((begins, sorted({step for step, _ in digest.run.evaluations})))
     (begins, evaluations), layout = marked[0], chart["layout"]
     shapes: list[dict[str, Any]] = []
 
@@ -67,11 +68,6 @@ def mark_stages_and_evaluations(chart: Chart, runs: NamedDigests) -> Chart:
         ends += [*digest.recorded_steps[:1], *digest.recorded_steps[-1:]]
     layout["xaxis"]["range"] = [min(ends, default=0) - 0.5, max(ends, default=0) + 0.5]
     return chart
-
-
-def stage_starts(digest: RunDigest) -> list[float]:
-    """Where stages begin on an axis of steps: half a step before the first of each."""
-    return [stage.first_step - 0.5 for stage in digest.stages]
 
 
 class StyledCurve(NamedTuple):

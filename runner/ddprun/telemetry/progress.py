@@ -65,9 +65,20 @@ class Screen:
         self.note(f"{self._stage}: step {done}{of}{self._tail(done, agreed, own_loss, steps_per_s)}")
 
     def _tail(self, done: int, agreed: AgreedSteps | None, own_loss: float, steps_per_s: float) -> str:
-        """What follows the stage's step: the run's, if it is another one, and how the stage goes."""
-        of_run = f" ({self._steps_before_stage + done} of the run)" if self._steps_before_stage else ""
-        return f"{of_run}, {progress_text(agreed, self._steps_before_stage + done, own_loss, steps_per_s)}"
+        """What follows the stage's step: the run's, if it is another one; losses (rank 0's alone until ranks
+        know more), speed, and who is late.
+        """
+        step = self._steps_before_stage + done  # of the run
+        of_run = f" ({step} of the run)" if self._steps_before_stage else ""
+        if agreed is None:
+            return f"{of_run}, rank 0's loss {own_loss:.4f}, {steps_per_s:.1f} steps/s"
+        late = "" if agreed.straggler is None else f"; {agreed.straggler.describe()}"
+        means = [f"{name} {value:.4f}" for name, value in agreed.mean_values.items()]
+        if agreed.loss is not None:
+            means.insert(0, f"mean loss {agreed.loss:.4f}")
+        newest = agreed.steps[-1]  # in which ranks last exchanged anything
+        at = "" if newest >= step else f" at step {newest}"
+        return f"{of_run}, {', '.join(means) or 'no loss yet'}{at}, {steps_per_s:.1f} steps/s{late}"
 
     def end(self) -> None:
         """The stage is over."""
@@ -123,19 +134,6 @@ class ProgressBarScreen(Screen):
 def screen_for(rank: int, redact: Callable[[str], str]) -> Screen:
     on_terminal = rank == 0 and is_terminal(sys.stderr)
     return ProgressBarScreen(redact) if on_terminal else Screen(redact, quiet=rank != 0)
-
-
-def progress_text(agreed: AgreedSteps | None, step: int, own_loss: float, steps_per_s: float) -> str:
-    """Losses after a step of the run (rank 0's alone until ranks know more), speed, and who is late."""
-    if agreed is None:
-        return f"rank 0's loss {own_loss:.4f}, {steps_per_s:.1f} steps/s"
-    late = "" if agreed.straggler is None else f"; {agreed.straggler.describe()}"
-    means = [f"{name} {value:.4f}" for name, value in agreed.mean_values.items()]
-    if agreed.loss is not None:
-        means.insert(0, f"mean loss {agreed.loss:.4f}")
-    newest = agreed.steps[-1]  # in which ranks last exchanged anything
-    at = "" if newest >= step else f" at step {newest}"
-    return f"{', '.join(means) or 'no loss yet'}{at}, {steps_per_s:.1f} steps/s{late}"
 
 
 def summary_rows(summary: Summary) -> list[tuple[str, str]]:

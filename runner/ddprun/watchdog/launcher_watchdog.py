@@ -130,15 +130,13 @@ class LauncherWatchdog:
                 continue
             since = self._hang_since.setdefault(folder, time.monotonic())
             stuck = [status for status in ranks.values() if status.lifeless]
-            if len(stuck) == len(ranks) or time.monotonic() - since > _SELF_EXIT_S:
-                self._kill(stuck)
-
-    def _kill(self, stuck: list[RankStatus]) -> None:
-        for status in stuck:
-            where = f" of step {status.step}" if status.step else ""
-            self.killed_ranks[status.rank] = f"{status.phase}{where}"
-            with suppress(ProcessLookupError):
-                os.kill(status.pid, signal.SIGKILL)
+            if len(stuck) < len(ranks) and time.monotonic() - since <= _SELF_EXIT_S:
+                continue
+            for status in stuck:
+                where = f" of step {status.step}" if status.step else ""
+                self.killed_ranks[status.rank] = f"{status.phase}{where}"
+                with suppress(ProcessLookupError):
+                    os.kill(status.pid, signal.SIGKILL)
 
 
 def connecting_ranks(folder: Path) -> list[int]:
