@@ -72,13 +72,9 @@ class PowerSgd(ErrorFeedback):
         total = (await comm.reduce(message, (), compression_error)).to(residual.dtype)
         sent -= compression_error
         sizes = [matrix.numel() for matrix in right_products]
+        shares, sums = torch.split(sent, sizes), torch.split(total, sizes)
         for param, p, mine, reduced, right in zip(
-            matrices,
-            left_bases,
-            torch.split(sent, sizes),
-            torch.split(total, sizes),
-            right_products,
-            strict=True,
+            matrices, left_bases, shares, sums, right_products, strict=True
         ):
             q = reduced.view_as(right)
             _matrix(result, param).copy_(p @ q.T)

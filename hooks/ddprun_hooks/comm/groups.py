@@ -119,7 +119,6 @@ class RankGroup:
             case "broadcast":
                 options = dist.BroadcastOptions()
                 options.rootRank = collective.source
-                options.rootTensor = 0
                 return group.broadcast([tensor], options)
         raise HookSetupError(f'"{collective.op}" goes through shared memory only')
 
@@ -334,14 +333,8 @@ class GroupFactory:
                 for index in range(shared)
             ],
         }
-        return RankGroup(
-            name,
-            rank,
-            tuple(self.placement.hosts[one] for one in mine),
-            process_groups,
-            shm_groups,
-            sequences=sequences,
-        )
+        hosts = tuple(self.placement.hosts[one] for one in mine)
+        return RankGroup(name, rank, hosts, process_groups, shm_groups, sequences=sequences)
 
 
 def check_one_host(hosts: Sequence[str]) -> None:

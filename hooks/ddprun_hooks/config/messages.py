@@ -105,33 +105,24 @@ def expected(
 
 
 def _error(text: Any, context: dict[str, Any], at: str | KeyPath, got: Any = None) -> ValidationError:
-    details = InitErrorDetails(
-        type=PydanticCustomError(OWN_ERROR_TYPE, text, context),
-        loc=(at,) if isinstance(at, str) else at,
-        input=got,
-    )
+    loc: KeyPath = (at,) if isinstance(at, str) else at
+    details = InitErrorDetails(type=PydanticCustomError(OWN_ERROR_TYPE, text, context), loc=loc, input=got)
     return ValidationError.from_exception_data("pipeline", [details])
 
 
 def combine(errors: Iterable[ValidationError], *, at: KeyPath = ()) -> ValidationError:
     """Several errors as one, further down in what is being validated."""
-    return validation_error_from_items(
-        (item for error in errors for item in error.errors(include_url=False)), at
-    )
+    items = (item for error in errors for item in error.errors(include_url=False))
+    return validation_error_from_items(items, at)
 
 
 def validation_error_from_items(items: Iterable[ErrorDetails], at: KeyPath = ()) -> ValidationError:
     """The error that holds these items, further down in what is being validated."""
-    details = [
-        InitErrorDetails(
-            type=PydanticCustomError(
-                item["type"], "{message}", {"message": item["msg"], **item.get("ctx", {})}
-            ),
-            loc=(*at, *item["loc"]),
-            input=item["input"],
-        )
-        for item in items
-    ]
+    details = []
+    for item in items:
+        context = {"message": item["msg"], **item.get("ctx", {})}
+        kind = PydanticCustomError(item["type"], "{message}", context)
+        details.append(InitErrorDetails(type=kind, loc=(*at, *item["loc"]), input=item["input"]))
     return ValidationError.from_exception_data("pipeline", details)
 
 

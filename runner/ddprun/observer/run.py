@@ -391,7 +391,10 @@ class ObservedRun:
             late = f"{format_ranks(missing)} did not end within {wait_s:g} s"
             self._reporter.note(f"the summary has no totals: {late}")
         totals = [] if missing else [one for one, _, _ in of_ranks.values()]
-        steps, seconds = self.marks.step, time.monotonic() - self._began
+        failures = {rank: why for rank, (_, _, why) in of_ranks.items()}
+        steps, seconds, hooks = self.marks.step, time.monotonic() - self._began, [*self.hooks.stack.names]
+        stage = {"kind": "train", "index": 0, "steps": steps, "seconds": seconds, "sync": _SYNC}
+        stage |= {"hooks": hooks, "loss": self._loss, "interrupted": status != "done"}
         return Summary(
             status=status,
             steps=steps,
@@ -405,22 +408,9 @@ class ObservedRun:
             device=self._device.type,
             versions=versions(),
             records_dropped=sum(dropped for _, dropped, _ in of_ranks.values()),
-            records_failure=self._reporter.note_incomplete_records(
-                {rank: why for rank, (_, _, why) in of_ranks.items()}
-            ),
+            records_failure=self._reporter.note_incomplete_records(failures),
             run_dir=str(self.folder),
-            stages=[
-                {
-                    "kind": "train",
-                    "index": 0,
-                    "steps": steps,
-                    "seconds": seconds,
-                    "sync": _SYNC,
-                    "hooks": list(self.hooks.stack.names),
-                    "loss": self._loss,
-                    "interrupted": status != "done",
-                }
-            ],
+            stages=[stage],
             **(summary_fields(totals, steps) if totals else {}),
         )
 

@@ -28,11 +28,8 @@ _MeasuredStages = Sequence[tuple[StageExplanation, StageCosts]]
 def fit_cost_model(explained: Explanation, costs: Costs, links: Links) -> CostModel:
     """The cost model of a run, explained for the ranks that it ran on; `links`: those that it had."""
     world, on_cpu = explained.world, costs.device == "cpu"
-    pairs = [
-        (stage, found)
-        for stage, found in zip(explained.stages, costs.stages, strict=True)
-        if stage.settings is not None and found.steps
-    ]
+    all_stages = zip(explained.stages, costs.stages, strict=True)
+    pairs = [(stage, found) for stage, found in all_stages if stage.settings is not None and found.steps]
     silent = [pair for pair in pairs if not sends_anything(pair[0])] or pairs
     with_ddp = [pair for pair in silent if settings_of(pair[0]).plan.gradients is not None]
     without_ddp = [pair for pair in silent if settings_of(pair[0]).plan.gradients is None]

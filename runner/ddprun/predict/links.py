@@ -148,15 +148,11 @@ def slowest_link_in_report(file: Path) -> Link:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from None
     except ValueError:
         raise ValueError(f"{file} is not what `ddprun doctor --format json` prints") from None
-    links = [
-        Link.from_measurement(
-            one.backend,
-            (one.all_reduce_us or 0.0) / 1e6,
-            one.all_reduce_mbit_per_s or math.inf,
-            sorted(one.all_reduce_mbit_per_s_by_bytes),
-        )
-        for one in found
-    ]
+    links = []
+    for one in found:
+        all_reduce_s, mbit_per_s = (one.all_reduce_us or 0.0) / 1e6, one.all_reduce_mbit_per_s or math.inf
+        by_bytes = sorted(one.all_reduce_mbit_per_s_by_bytes)
+        links.append(Link.from_measurement(one.backend, all_reduce_s, mbit_per_s, by_bytes))
     slowest = min(links, key=lambda link: link.bytes_per_s, default=Link())
     latency_s = max((link.latency_s for link in links), default=0.0)
     if not (math.isfinite(slowest.bytes_per_s) and latency_s):

@@ -451,15 +451,10 @@ def _stragglers_section(digest: RunDigest) -> Iterator[Block]:
 
 def _shares_section(digest: RunDigest) -> Iterator[Block]:
     """What each rank took, from when on, and how fast the run was with that."""
-    rows = [
-        [
-            one.shares.step,
-            ", ".join(map(str, one.shares.samples)),
-            one.total["steps"] or None,
-            one.samples_per_s,
-        ]
-        for one in digest.shares
-    ]
+    rows = []
+    for one in digest.shares:
+        samples = ", ".join(map(str, one.shares.samples))
+        rows.append([one.shares.step, samples, one.total["steps"] or None, one.samples_per_s])
     yield Table(["from step", "samples of each rank", "recorded steps", "samples/s"], rows)
 
 
