@@ -326,9 +326,7 @@ class StreamQueue:
             check_rounds(collective, of_round, len(process_groups), stack)
             round_index = process_groups.index(process_groups[of_round])  # the first that shares its group
             issued[collective.group.name] += 1
-            launched = start
-            if detailed:
-                launched = gpu.record_timestamp(stream)
+            launched = gpu.record_timestamp(stream) if detailed else start
             if with_spans:
                 trace.spans.append(HookSpan(start, launched, "encode", False))
             trace.collectives.append(new_collective_trace(collective, round_index, launched))

@@ -56,10 +56,7 @@ class Stack:
             )
             for name, hook in hooks
         )
-        wrong = [
-            problem.text for problem in grammar.stack_problems(self.entries) if problem.severity == "error"
-        ]
-        if wrong:
+        if wrong := [one.text for one in grammar.stack_problems(self.entries) if one.severity == "error"]:
             raise HookSetupError("; ".join(wrong))
         self.hooks: list[Hook] = [hook for _, hook in hooks]
         if not self.hooks or self.hooks[-1].role == "codec":

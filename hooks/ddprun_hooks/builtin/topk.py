@@ -29,11 +29,7 @@ class TopK(ErrorFeedback):
     role = "reducer"
 
     def __init__(
-        self,
-        density: float = 0.01,
-        chunk: int = 4096,
-        values: ValueFormat | None = None,
-        decay: float = 1.0,
+        self, density: float = 0.01, chunk: int = 4096, values: ValueFormat | None = None, decay: float = 1.0
     ) -> None:
         super().__init__()
         self.density = density  # share of a chunk's values that each rank sends, in (0, 1]; at least one

@@ -113,9 +113,7 @@ class Communicator:
             return tensor
         if self.via_shared_memory:
             output = tensor.new_empty(mine)
-            return await CollectiveRequest(
-                self.group, "reduce_scatter", tensor, output, self.via_shared_memory, sizes
-            )
+            return await CollectiveRequest(self.group, "reduce_scatter", tensor, output, True, sizes)
         parts = (await self.all_to_all(tensor, sizes)).view(self.size, mine)
         total = parts[0].to(torch.promote_types(tensor.dtype, torch.float32))
         for part in parts[1:]:

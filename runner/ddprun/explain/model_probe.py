@@ -184,8 +184,7 @@ def _compile_model(
         if (fault := compiling.as_compile_error(loaded, error, compiling=True)) is not None:
             raise fault from error
         raise
-    description = compiling.describe(blocks)
-    return CompileReport(tuple(blocks), description, tuple(compiler.graphs), compiler.breaks)
+    return CompileReport(tuple(blocks), compiling.describe(blocks), tuple(compiler.graphs), compiler.breaks)
 
 
 def _buckets(

@@ -314,10 +314,9 @@ def _exchange_phrase(exchange: PlannedExchange, *, with_buckets: bool = True) ->
     if exchange.route.through == "broadcast":
         whose = "optimizer's state" if kind == "optimizer" else kind
         return f"the {whose} of rank {source}{', as they are' if kind == 'parameters' else ''}, to {ranks}"
+    of_turn = f" of turn {exchange.route.turn}" if exchange.route.turn else ""
     what = {
-        "gradient": f"the gradients of turn {exchange.route.turn},"
-        if exchange.route.turn
-        else "the gradients,",
+        "gradient": f"the gradients{of_turn},",
         "delta": "the changes of parameters,",
         "parameters": "the parameters as they are,",
         "optimizer": "the optimizer's state as it is,",

@@ -103,10 +103,8 @@ def run_measurement(
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
+            errors="replace",  # as text
             timeout=limit_s,
-            check=False,
         )
     except subprocess.TimeoutExpired:
         return  # the CPU time of killed ranks is not known
@@ -137,11 +135,7 @@ def contention_warning(busy: float, own: float) -> str:
 
 
 def cost_models_of_run(
-    run_dir: Path,
-    links: Links,
-    like: LoadedPipeline | None = None,
-    *,
-    cores: float | None = None,
+    run_dir: Path, links: Links, like: LoadedPipeline | None = None, *, cores: float | None = None
 ) -> Iterator[CostModel]:
     """The cost model of a run in a folder, which had these links; `cores`: of a host, if not as recorded.
     After it those of each half, if the run takes the same stages twice, as a short run does.
@@ -153,7 +147,7 @@ def cost_models_of_run(
     by_host = Counter(run.started.hosts or [""])
     if len(set(by_host.values())) > 1:
         raise CostsUnknownError(f"{run_dir}: its hosts have different numbers of ranks")
-    of_script = like is not None and not run.started.digest
+    of_script = like is not None and run.is_observed
     if like is not None and of_script:
         ran = _script_as_pipeline(run, like)
     else:
@@ -206,15 +200,9 @@ def _script_as_pipeline(run: Run, like: LoadedPipeline) -> LoadedPipeline:
         specs = stage.effective_settings(like.pipeline).hook_specs
         if [parse_spec(hook)[0] for hook in specs] == hooks:
             hooks = specs
+    own: dict[str, Any] = {"sync": "every_step", "hooks": hooks, "accumulate": passes}
     steps = like.stage_with_steps(
-        trained[0],
-        STEPS_PER_STAGE,
-        only_training=True,
-        schedule=None,
-        mutate=None,
-        sync="every_step",
-        hooks=hooks,
-        accumulate=passes,
+        trained[0], STEPS_PER_STAGE, only_training=True, schedule=None, mutate=None, **own
     )
     say(
         f"{run.folder} observed a script: its records give times, buckets, ranks, cores, the names of hooks "

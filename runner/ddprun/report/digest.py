@@ -387,13 +387,13 @@ def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> Ru
             stage.first_step, stage.last_step = min(stage.first_step, step), max(stage.last_step, step)
             # The loss of a script may not be known; then only a wait shows that ranks exchanged something.
             stage.synced_steps += position == 0 and (exchanged or bool(line.waits))
-            span = bisect_right(shares, step, key=lambda span: span.shares.step) - 1
-            if is_timed(step) and span >= 0 and shares[span].shares.stage == line.stage:
-                total = {"samples": line.samples, "step_us": line.step_us, "steps": position == 0}
-                shares[span].total.update(total)
             if is_timed(step):
                 us = {part: getattr(line, part) for part in _STEP_AND_PARTS}
-                stage.times.total_us_by_rank[position].update({"steps": 1, "samples": line.samples, **us})
+                stage.times.total_us_by_rank[position].update(us, steps=1, samples=line.samples)
+                span = bisect_right(shares, step, key=lambda span: span.shares.step) - 1
+                if span >= 0 and shares[span].shares.stage == line.stage:
+                    total = shares[span].total
+                    total.update(samples=line.samples, step_us=line.step_us, steps=position == 0)
     stages = sorted(stages_by_index.values(), key=lambda stage: stage.first_step)
     found = RunDigest(
         run=run,

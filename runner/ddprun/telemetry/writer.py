@@ -165,11 +165,7 @@ def log_event(events: structlog.typing.FilteringBoundLogger, event: Event) -> No
 
 def versions() -> dict[str, str]:
     """What the summary says of them."""
-    return {
-        "ddprun": __version__,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-    }
+    return {"ddprun": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
 
 
 def write_summary(run_dir: Path, summary: Summary) -> None:
