@@ -48,6 +48,7 @@ class Stack:
     """
 
     def __init__(self, hooks: Sequence[tuple[str, Hook]], description: str = "") -> None:
+        self._by_name = dict(hooks)  # those that were given
         self.names = tuple(name for name, _ in hooks)
         self.description = description or repr(list(self.names))
         self.entries: tuple[grammar.StackEntry, ...] = tuple(
@@ -80,7 +81,7 @@ class Stack:
 
     def named_hooks(self) -> Iterator[tuple[str, Hook]]:
         """Name and hook of all hooks that were given, those inside other hooks included. Names may repeat."""
-        for name, hook in zip(self.names, self.hooks, strict=False):
+        for name, hook in self._by_name.items():
             yield name, hook
             for stack in hook.inner_stacks().values():
                 yield from stack.named_hooks()
@@ -111,13 +112,13 @@ class Stack:
 
     def state_dict(self) -> dict[str, Any]:
         """State of every hook by its name; hooks that keep none are left out."""
-        states = {name: hook.state_dict() for name, hook in zip(self.names, self.hooks, strict=False)}
+        states = {name: hook.state_dict() for name, hook in self._by_name.items()}
         return {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Bring back the state of the hooks that `state` names; other hooks start fresh."""
         self._before_step = []  # that was of another state
-        for name, hook in zip(self.names, self.hooks, strict=False):
+        for name, hook in self._by_name.items():
             if name in state:
                 hook.load_state_dict(state[name])
 
@@ -127,7 +128,7 @@ class Stack:
         """
         merged = {
             name: hook.merge([state[name] for state in states if name in state])
-            for name, hook in zip(self.names, self.hooks, strict=False)
+            for name, hook in self._by_name.items()
         }
         return {name: state for name, state in merged.items() if state}
 
@@ -135,9 +136,9 @@ class Stack:
         """Let this stack's hooks take over the state of hooks of the same name in other stacks, which lose
         it: then what was not sent is sent later, and once. The first of `others` that has state gives it.
         """
-        for name, hook in zip(self.names, self.hooks, strict=False):
+        for name, hook in self._by_name.items():
             for other in others:
-                source = dict(zip(other.names, other.hooks, strict=False)).get(name)
+                source = other._by_name.get(name)
                 # A cast with `accumulate` keeps state, one without does not.
                 if type(source) is type(hook) and source is not hook and (state := source.state_dict()):
                     hook.load_state_dict(state)
