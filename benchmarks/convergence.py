@@ -13,7 +13,6 @@ ranks, or half of one on each of four. Prints a Markdown table for each task; en
 hold.
 """
 
-import argparse
 import json
 import re
 import subprocess
@@ -24,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.page import DOES_NOT_HOLD, print_head, print_row
+from benchmarks.page import DOES_NOT_HOLD, argument_parser, print_head, print_row
 from benchmarks.two_hosts import refusal
 
 PLAIN, EVERY_STEP = "[]", "every_step"
@@ -255,9 +254,7 @@ def chosen(task: Task, name: str | None) -> list[Variant]:
 
 def main() -> None:
     """Train and print the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--task", choices=list(TASKS), help="one task (all)")
     parser.add_argument("--seeds", type=int, metavar="N", help="seeds 0 to N-1 (1 for text, else 5)")
     parser.add_argument(

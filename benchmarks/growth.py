@@ -10,7 +10,6 @@ with the change of memory since the first; the slope is that of a line through w
 Every step and bucket is recorded. Prints a Markdown table.
 """
 
-import argparse
 import itertools
 import json
 import os
@@ -31,7 +30,7 @@ import torch
 import torch.distributed as dist
 from benchmarks.loops import LR, Times, build, mlp
 from benchmarks.overhead import AGAIN, BY_HAND, OURS, Loop
-from benchmarks.page import ROOT, Pieces, faster, print_head, print_row, shown
+from benchmarks.page import ROOT, Pieces, argument_parser, faster, print_head, print_row, shown
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -266,14 +265,11 @@ def main() -> None:
     if sys.argv[1:2] == ["--by-hand"]:
         hidden, cap, file = sys.argv[2:]
         by_hand(json.loads(hidden), float(cap), Times(file))
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__, in_pieces=True)
     parser.add_argument("--axis", choices=[*AXES, "steps"], required=True)
     parser.add_argument("--rows", type=int, nargs="+", help="of the axis, counted from 0 (all)")
     parser.add_argument("--seconds", type=float, default=30, help="for each row")
     parser.add_argument("--steps", type=int, default=100_000)
-    parser.add_argument("--minutes", type=float, help="a piece of it: then the same command continues")
     asked = parser.parse_args()
     if asked.axis == "steps":
         show_steps(asked.steps)

@@ -16,7 +16,6 @@ DDP's loss are the steps until that loss, times the mean step over the link. Eva
 count. Prints a Markdown table.
 """
 
-import argparse
 import json
 import math
 import os
@@ -30,7 +29,7 @@ from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
 
-from benchmarks.page import ROOT, Pieces, print_head, print_row
+from benchmarks.page import ROOT, Pieces, argument_parser, print_head, print_row
 from benchmarks.two_hosts import HOSTS, Link, doctor_report, run
 from tests.ranks import ddprun
 
@@ -232,15 +231,13 @@ def show(
 
 def main() -> None:
     """Measure and print."""
-    style = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser = argument_parser(__doc__, in_pieces=True)
     parser.add_argument("--seeds", type=int, default=3, choices=range(1, 6))
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=3, help="in which steps over the links are timed")
     parser.add_argument(
         "--only", nargs="+", default=[], help="files whose name has one of these, beside plain"
     )
-    parser.add_argument("--minutes", type=float, help="a piece of it: then the same command continues")
     asked = parser.parse_args()
     if asked.steps % EVERY:
         parser.error(f"--steps must be a multiple of {EVERY}")

@@ -9,12 +9,11 @@ first mean that goes through the hook, and of the sum of the means of so many st
 makes up for what single means lack.
 """
 
-import argparse
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmarks.page import print_head, print_row
+from benchmarks.page import argument_parser, print_head, print_row
 from tests.ranks import as_processes
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -87,9 +86,7 @@ def errors(hooks: list[Any], steps: int) -> tuple[float, float]:
 
 def main() -> None:
     """Measure and print both tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16], metavar="N")
     parser.add_argument("--steps", type=int, default=32, metavar="N")
     arguments = parser.parse_args()

@@ -10,7 +10,6 @@ the gradient, in as many buckets as the model has layers.
 Torch's own hooks stand beside ours. Prints a Markdown table of means over ranks.
 """
 
-import argparse
 import gc
 import os
 import re
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmarks.page import Pieces, print_head, print_row
+from benchmarks.page import Pieces, argument_parser, print_head, print_row
 from benchmarks.torch_hooks import TORCH
 from tests.ranks import as_processes
 from torch import nn
@@ -115,12 +114,9 @@ def measured(hooks: list[Any] | str | None, width: int) -> tuple[int, int, int, 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__, in_pieces=True)
     parser.add_argument("--width", type=int, default=2048, help="of the model's layers")
     parser.add_argument("--only", help="one of our hooks")
-    parser.add_argument("--minutes", type=float, help="a piece of it: then the same command continues")
     asked = parser.parse_args()
     ours = {name: value for name, value in HOOKS.items() if asked.only in (None, name)}
     if not ours:

@@ -16,14 +16,13 @@ The first period is left out: it warms up. Prints a Markdown table of medians ov
 overlap leaves 10% or more exposed of what is exposed without it.
 """
 
-import argparse
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from statistics import median
 
-from benchmarks.page import DOES_NOT_HOLD, print_head, print_row
+from benchmarks.page import DOES_NOT_HOLD, argument_parser, print_head, print_row
 from benchmarks.two_hosts import HOSTS, Link, run
 from tests.engine.running import lines
 
@@ -88,9 +87,7 @@ def _told(costs: dict[str, float]) -> str:
 
 def main() -> None:
     """Measure and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rate-mbit", type=int, default=200, help="of the link, in each direction (200)")
     arguments = parser.parse_args()

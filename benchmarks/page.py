@@ -1,4 +1,4 @@
-"""The tables that benchmarks write into pages of docs/, the machine beside them, and measuring in pieces."""
+"""What benchmarks share: command lines, tables in docs/, the machine beside them, and measuring in pieces."""
 
 import hashlib
 import json
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
@@ -21,6 +22,14 @@ UNFINISHED = 75
 
 DOES_NOT_HOLD = 3
 """Exit code of a benchmark that has printed its table, and in which something does not hold."""
+
+
+def argument_parser(description: str | None, *, in_pieces: bool = False) -> ArgumentParser:
+    """A parser whose help is a docstring as it stands; `in_pieces` adds `--minutes`, for `Pieces`."""
+    parser = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
+    if in_pieces:
+        parser.add_argument("--minutes", type=float, help="a piece of it: then the same command continues")
+    return parser
 
 
 def print_row(cells: Sequence[object]) -> None:

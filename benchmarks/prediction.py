@@ -18,7 +18,6 @@ With `--ranks`, two ranks on this machine are measured, and steps of up to 16 ar
 share its cores.
 """
 
-import argparse
 import json
 import math
 import os
@@ -34,7 +33,7 @@ from statistics import fmean, median
 from typing import Any
 
 from benchmarks import two_hosts
-from benchmarks.page import DOES_NOT_HOLD, Pieces, print_head, print_row
+from benchmarks.page import DOES_NOT_HOLD, Pieces, argument_parser, print_head, print_row
 from benchmarks.two_hosts import HOSTS, TIMEOUT_S, Link
 from tests.ranks import Running
 
@@ -349,13 +348,10 @@ def compare(model: str, speeds: Mapping[str, Speed], pieces: Pieces) -> dict[str
 
 def main() -> None:
     """Measure, predict and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__, in_pieces=True)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--links", nargs="+", choices=list(SPEEDS), default=list(SPEEDS))
     parser.add_argument("--ranks", action="store_true", help="the table of ranks on this machine")
-    parser.add_argument("--minutes", type=float, help="a piece of it: then the same command continues")
     asked = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if asked.ranks:

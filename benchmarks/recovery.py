@@ -16,7 +16,6 @@ median step without and during a write. The shares are those of the stall, and o
 time of the steps during a write, in the time of a hundred steps.
 """
 
-import argparse
 import contextlib
 import json
 import math
@@ -34,7 +33,7 @@ from pathlib import Path
 from statistics import median
 from typing import IO
 
-from benchmarks.page import print_head, print_row
+from benchmarks.page import argument_parser, print_head, print_row
 from benchmarks.two_hosts import started
 from tests.namespaces import REASON
 from tests.ranks import Running, ddprun
@@ -204,8 +203,7 @@ def print_checkpoints(steps: int, widths: Sequence[int]) -> None:
 
 def main() -> None:
     """Measure and print a table."""
-    style = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser = argument_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=10, help="kills per row (10)")
     parser.add_argument("--only", default="", help="rows whose name has this")
     parser.add_argument("--checkpoints", action="store_true", help="what checkpoints cost, in place of kills")

@@ -8,7 +8,6 @@ round; Gloo runs twice in each, once as its own control. Prints a Markdown table
 Gloo's median to the others'.
 """
 
-import argparse
 import os
 import statistics
 import time
@@ -17,7 +16,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from benchmarks.page import print_head, print_row
+from benchmarks.page import argument_parser, print_head, print_row
 from tests.ranks import as_processes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -109,8 +108,7 @@ def work(ranks: int, rounds: int) -> list[tuple[str, Times]]:
 
 def main() -> None:
     """Measure and print."""
-    style = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser = argument_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=30)
     chosen = parser.parse_args()

@@ -9,7 +9,6 @@ that one evaluation, which is where ranks that train apart send their mean. Neit
 evaluations count. Prints a Markdown table of medians over the seeds.
 """
 
-import argparse
 import json
 import os
 import random
@@ -21,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.page import Pieces, print_head, print_row
+from benchmarks.page import Pieces, argument_parser, print_head, print_row
 from benchmarks.two_hosts import Link, refusal, started
 
 ACCURACY = 0.96
@@ -166,16 +165,13 @@ def show(found: dict[str, list[dict[str, Any]]], link: Link, hidden: list[int], 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__, in_pieces=True)
     parser.add_argument("--mbit", type=float, default=100)
     parser.add_argument("--one-way-ms", type=float, default=0)
     parser.add_argument("--hidden", type=json.loads, default=[256, 256], help="layers (those of quickstart)")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--accuracy", type=float, default=ACCURACY)
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), help="beside plain DDP")
-    parser.add_argument("--minutes", type=float, help="a piece of it: then the same command continues")
     asked = parser.parse_args()
     link = Link(asked.mbit, asked.one_way_ms)
     if refused := link.refusal():

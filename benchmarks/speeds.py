@@ -9,7 +9,6 @@ half of each run. A quota needs root privileges and the cgroup controller `cpu` 
 row is left out. `--picture` draws one more run, whose rank 1 is slow for a while.
 """
 
-import argparse
 import hashlib
 import os
 import subprocess
@@ -23,7 +22,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from benchmarks.page import ROOT, print_head, print_row
+from benchmarks.page import ROOT, argument_parser, print_head, print_row
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -254,7 +253,7 @@ def picture(lines: dict[str, list[tuple[float, float]]]) -> str:
 
 def main() -> None:
     """Measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argument_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=20, help="of each run")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="", help="part of a case's name")

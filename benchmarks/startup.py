@@ -9,7 +9,6 @@ Prints a Markdown table of medians. Peak memory is that of the largest process: 
 that it has started and waited for.
 """
 
-import argparse
 import os
 import random
 import resource
@@ -21,7 +20,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.page import ROOT, print_head, print_row
+from benchmarks.page import ROOT, argument_parser, print_head, print_row
 
 SOON_S = 1.0
 """What does not import torch is to start within this."""
@@ -116,8 +115,7 @@ def _mib(used: resource.struct_rusage) -> float:
 
 def main() -> None:
     """Measure and print the table."""
-    style = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser = argument_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=15, help="runs of each command (15)")
     parser.add_argument("--without-runs", action="store_true", help="only what starts no ranks")
     asked = parser.parse_args()

@@ -9,7 +9,6 @@ which share of all steps' time each rank's records call `other_us`. Exits 1 if a
 within 50 steps, within 20% and with its cause, or if one is named where none sleeps.
 """
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.page import argument_parser
 from tests.engine.running import events, lines
 
 LATE = 2
@@ -83,7 +83,7 @@ def parts(run_dir: Path) -> str:
 
 def main() -> None:
     """Run all of them in turns and say what came out."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argument_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--late-ms", type=float, default=20.0)

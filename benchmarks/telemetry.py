@@ -16,7 +16,6 @@ stretches of time, in an order drawn anew for each three: whoever writes there t
 other two are not, and not once more.
 """
 
-import argparse
 import json
 import os
 import random
@@ -24,10 +23,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import SUPPRESS
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from benchmarks.page import argument_parser
 
 from ddprun.compare.runs import bootstrap_ratio
 from ddprun.telemetry.recorder import AgreedSteps, StepRecorder
@@ -228,11 +230,11 @@ def print_ratios(found: dict[str, list[float]], base: str, again: str) -> dict[s
 
 def main() -> None:
     """Measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argument_parser(__doc__)
     parser.add_argument("--blocks", type=int, default=600, help="of each side")
     parser.add_argument("--model", choices=list(MODELS), help="one of them only")
     parser.add_argument("--stalled-disk", action="store_true")
-    parser.add_argument("--work", metavar="PIPELINE", help=argparse.SUPPRESS)
+    parser.add_argument("--work", metavar="PIPELINE", help=SUPPRESS)
     asked = parser.parse_args()
     if asked.work:
         sys.exit(work(asked.work))

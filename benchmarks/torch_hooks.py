@@ -10,7 +10,6 @@ layout of one bucket and one for several. Bytes are those of the loopback interf
 as root in a network namespace of its own; elsewhere whatever else uses loopback is in them.
 """
 
-import argparse
 import os
 import random
 import re
@@ -25,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmarks.page import faster, print_head, print_row, shown
+from benchmarks.page import argument_parser, faster, print_head, print_row, shown
 from tests.namespaces import REASON
 from tests.ranks import as_processes
 from torch import nn
@@ -180,9 +179,7 @@ def show(layout: str, ranks: int, rounds: int, steps: int) -> None:
 
 def main() -> None:
     """Measure and print both tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--steps", type=int, default=8, help="of each in a round")

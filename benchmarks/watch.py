@@ -7,7 +7,6 @@ Then whole runs with the watchdog and without, interleaved, the ones without twi
 control. Prints medians.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -18,6 +17,8 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+from benchmarks.page import argument_parser
 
 from ddprun.watchdog.rank_watchdog import RankWatchdog, WatchedCollective
 from ddprun_hooks.comm.observer import CollectiveSequence
@@ -97,7 +98,7 @@ def whole(folder: Path, hidden: str, how: str) -> float:
 
 def main() -> None:
     """Run the comparison and print it."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argument_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
     with tempfile.TemporaryDirectory() as name:

@@ -14,7 +14,6 @@ formula is shown. Ends with 3 if one is off by more than 2%; of a policy also, i
 on as many ranks is.
 """
 
-import argparse
 import re
 import subprocess
 import sys
@@ -47,7 +46,7 @@ from benchmarks.formulas import (
     two_phase_across,
     whole,
 )
-from benchmarks.page import DOES_NOT_HOLD, print_head, print_row
+from benchmarks.page import DOES_NOT_HOLD, argument_parser, print_head, print_row
 from benchmarks.two_hosts import HOSTS, refusal, run
 from tests.engine.running import events, lines
 from tests.namespaces import REASON
@@ -265,9 +264,7 @@ def chosen(table: str, name: str | None) -> list[Row]:
 
 def main() -> None:
     """Measure and print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--table", choices=["hooks", "policies"], default="hooks")
     parser.add_argument(
         "--steps",
