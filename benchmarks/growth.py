@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -185,10 +186,7 @@ def _started(folder: Path) -> dict[str, Any]:
 def show_axis(axis: str, rows: Sequence[Row], seconds: float, minutes: float | None) -> None:
     """Measure and print the table of an axis."""
     pieces = Pieces(f"growth-{axis}", [seconds, BATCH], minutes)
-    found = {
-        row: pieces.take(row.name, lambda row=row: measure(row, seconds))  # type: ignore[misc]
-        for row in rows
-    }
+    found = {row: pieces.take(row.name, partial(measure, row, seconds)) for row in rows}
     columns = ["ranks", "parameters (millions)", "buckets", f"{BY_HAND}: ms per step"]
     columns += [f"{name}: relative steps/s" for name in (AGAIN, OURS)]
     print_head([*columns, "additional ms per step", "additional MB per rank"])

@@ -14,6 +14,7 @@ import gc
 import os
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -127,10 +128,8 @@ def main() -> None:
 
     def mean(name: str, ranks: int, hooks: list[Any] | str | None) -> list[float]:
         """Means over ranks."""
-        found = pieces.take(
-            f"{name}, {ranks} ranks",
-            lambda: as_processes(ranks, measured, hooks, asked.width, timeout_s=TIMEOUT_S),
-        )
+        work = partial(as_processes, ranks, measured, hooks, asked.width, timeout_s=TIMEOUT_S)
+        found = pieces.take(f"{name}, {ranks} ranks", work)
         return [fmean(column) for column in zip(*found, strict=True)]
 
     counts = sorted({ranks for ranks, _ in ours.values()})

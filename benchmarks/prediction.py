@@ -299,12 +299,9 @@ def show_ranks(models: Sequence[str], pieces: Pieces) -> None:
     print(f"All ranks share {cores():g} cores:\n")
     print_head(["model", "hooks", *(f"{ranks} ranks" for ranks in RANKS), "limited by"])
     for model in models:
-        predicted = pieces.take(f"{model} ranks", lambda model=model: predict_ranks(model))  # type: ignore[misc]
+        predicted = pieces.take(f"{model} ranks", partial(predict_ranks, model))
         measured = {
-            ranks: pieces.take(
-                f"{model} {ranks} ranks",
-                lambda model=model, ranks=ranks: measure_ranks(model, ranks),  # type: ignore[misc]
-            )
+            ranks: pieces.take(f"{model} {ranks} ranks", partial(measure_ranks, model, ranks))
             for ranks in RANKS
         }
         for number, stack in enumerate(ON_ONE_HOST):
@@ -323,7 +320,7 @@ def compare(model: str, speeds: Mapping[str, Speed], pieces: Pieces) -> dict[str
 
     def predict_again() -> None:
         key = f"{model} predicted {len(predictions)}"
-        predictions.append(pieces.take(key, lambda: predict(model, speeds)))
+        predictions.append(pieces.take(key, partial(predict, model, speeds)))
 
     predict_again()
     found = {}

@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -48,19 +49,19 @@ def all_reduces(ranks: int, rounds: int) -> list[tuple[str, Times]]:
         gradients=merge_requirements(stack.requirements for stack in stacks.values()),
         timeout=timeout,
     ).gradient_queue
+
+    def once(stack: Stack, tensor: torch.Tensor) -> None:
+        queue.send(Payload(tensor, (), "gradient", 0), stack, []).wait()
+
     found = []
     for kib in KIB:
         tensor = torch.ones(256 * kib)
         times: Times = {name: [] for name in VARIANTS}
-
-        def once(stack: Stack, tensor: torch.Tensor = tensor) -> None:
-            queue.send(Payload(tensor, (), "gradient", 0), stack, []).wait()
-
         repeats = max(2, min(64, 64 * 1024 // kib))  # so that starting together does not count
         for round_index in range(rounds + 2):
             for name, stack in stacks.items():
                 tensor.fill_(1.0)
-                took = timed(control.barrier, lambda stack=stack: once(stack), repeats)  # type: ignore[misc]
+                took = timed(control.barrier, partial(once, stack, tensor), repeats)
                 if round_index >= 2:
                     times[name].append(took)
         label = f"{kib} KiB" if kib < 1024 else f"{kib // 1024} MiB"
@@ -81,10 +82,13 @@ def passes(rounds: int) -> list[tuple[str, Times]]:
     control = open_control_channel(timedelta(seconds=60))
     batch = torch.randn(16, 1024)
     times: Times = {name: [] for name in VARIANTS}
+
+    def step(model: nn.Module) -> None:
+        model(batch).square().mean().backward()
+
     for round_index in range(rounds + 3):
         for name, model in models.items():
-            step: Callable[[], None] = lambda model=model: model(batch).square().mean().backward()  # type: ignore[misc]  # noqa: E731
-            took = timed(control.barrier, step, 1)
+            took = timed(control.barrier, partial(step, model), 1)
             if round_index >= 3:
                 times[name].append(took)
     return [("DDP forward and backward, 32 MiB of gradients", times)]

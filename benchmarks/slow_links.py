@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -183,14 +184,9 @@ def main() -> None:
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for seed in range(asked.seeds):
         for name in random.Random(seed).sample(names, len(names)):
-            found[name].append(
-                pieces.take(
-                    f"{seed} {VARIANTS[name]}{' again' * (name == AGAIN)}",
-                    lambda name=name, seed=seed: measure(  # type: ignore[misc]
-                        VARIANTS[name], seed, link, asked.hidden, asked.accuracy
-                    ),
-                )
-            )
+            key = f"{seed} {VARIANTS[name]}{' again' * (name == AGAIN)}"
+            one_run = partial(measure, VARIANTS[name], seed, link, asked.hidden, asked.accuracy)
+            found[name].append(pieces.take(key, one_run))
     show(found, link, asked.hidden, asked.accuracy)
     pieces.end()
 
