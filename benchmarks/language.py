@@ -30,7 +30,7 @@ from statistics import mean, median, stdev
 from typing import Any
 
 from benchmarks.page import ROOT, Pieces, argument_parser, print_head, print_row
-from benchmarks.two_hosts import HOSTS, Link, doctor_report, run
+from benchmarks.two_hosts import HOSTS, Link, doctor_report, finish, started
 from tests.ranks import ddprun
 
 from ddprun.config import load
@@ -108,7 +108,7 @@ def _timed_run(folder: Path, method: Method, link: Link | None) -> Path:
     file = str(ROOT / "pipelines" / method.file)
     settings = [f"--set=stages=[train: {{steps: {method.timed_steps}}}]", "--set=checkpoint.keep=0"]
     settings += ["--set=warmup_steps=0", "--set=timings.gradients=true"]
-    run(folder, file, settings, local=1, run_dir="run", link=link, warm=True, own_cores=True)
+    finish(started(folder, file, settings, local=1, link=link, warm=True, own_cores=True))
     return folder / "run"
 
 

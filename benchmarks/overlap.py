@@ -16,14 +16,13 @@ The first period is left out: it warms up. Prints a Markdown table of medians ov
 overlap leaves 10% or more exposed of what is exposed without it.
 """
 
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from statistics import median
 
 from benchmarks.page import DOES_NOT_HOLD, argument_parser, print_head, print_row
-from benchmarks.two_hosts import HOSTS, Link, run
+from benchmarks.two_hosts import HOSTS, Link, finish, started
 from tests.engine.running import lines
 
 EVERY, OVERLAP, PERIODS = 16, 8, 7
@@ -62,12 +61,7 @@ def costs(run_dir: Path) -> dict[str, float]:
 
 
 def measure(rounds: int, link: Link) -> dict[str, list[dict[str, float]]]:
-    """The costs of each variant's runs.
-
-    Raises:
-        RuntimeError: a run failed.
-        subprocess.TimeoutExpired: a run took too long.
-    """
+    """The costs of each variant's runs; raises RuntimeError if one failed."""
     found: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
     for number in range(rounds):
         for name, overlap in VARIANTS.items():
@@ -75,7 +69,7 @@ def measure(rounds: int, link: Link) -> dict[str, list[dict[str, float]]]:
                 folder = Path(scratch)
                 (folder / "overlap.yaml").write_text(PIPELINE)
                 sync = f"--set=sync={{diloco: {{every: {EVERY}, overlap_steps: {overlap}}}}}"
-                run(folder, "overlap.yaml", [sync], local=1, run_dir="run", link=link)
+                finish(started(folder, "overlap.yaml", [sync], local=1, link=link))
                 found[name].append(costs(folder / "run"))
             print(f"round {number + 1}, {name}: {_told(found[name][-1])}", file=sys.stderr, flush=True)
     return found
@@ -98,7 +92,7 @@ def main() -> None:
         sys.exit(refused)
     try:
         found = measure(arguments.rounds, link)
-    except (RuntimeError, subprocess.TimeoutExpired) as error:
+    except RuntimeError as error:
         sys.exit(f"failed: {error}")
     print_head(["", *(f"{part} (ms)" for part in PARTS), "relative exposed time"])
     medians = {

@@ -32,9 +32,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from benchmarks import two_hosts
 from benchmarks.page import DOES_NOT_HOLD, Pieces, argument_parser, print_head, print_row
-from benchmarks.two_hosts import HOSTS, TIMEOUT_S, Link
+from benchmarks.two_hosts import HOSTS, TIMEOUT_S, Link, finish, started
 from tests.ranks import Running
 
 from ddprun.config import load
@@ -128,7 +127,7 @@ def stage(steps: int, hooks: str | None, sync: str) -> str:
 def run(folder: Path, text: str, link: Link | None) -> Path:
     """Run a pipeline on two hosts; gives the run's folder."""
     (folder / "p.yaml").write_text(text)
-    two_hosts.run(folder, "p.yaml", [], local=LOCAL, run_dir="run", link=link, warm=True, own_cores=True)
+    finish(started(folder, "p.yaml", [], local=LOCAL, link=link, warm=True, own_cores=True))
     return folder / "run"
 
 

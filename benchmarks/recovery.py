@@ -108,7 +108,7 @@ def _run(folder: Path, case: Case) -> Iterator[list[Running]]:
         with Running("p.yaml", *settings, "--run-dir", "run", cwd=folder, fresh=True) as running:
             yield [running]
     else:
-        with started(folder, "p.yaml", settings, local=1, run_dir="run") as (_, both):
+        with started(folder, "p.yaml", settings, local=1) as (_, both):
             yield both
 
 

@@ -111,9 +111,8 @@ def measure(variant: Variant, seed: int, link: Link, hidden: list[int], accuracy
         if refused := refusal(folder, "slow.yaml", variant.settings):
             raise RuntimeError(refused)
         until = time.monotonic() + MOST_S
-        with started(
-            folder, "slow.yaml", variant.settings, local=LOCAL, run_dir="run", link=link, warm=True
-        ) as (_, running):
+        two = started(folder, "slow.yaml", variant.settings, local=LOCAL, link=link, warm=True)
+        with two as (_, running):
             while (found := reached(folder / "run", accuracy)) is None:
                 ended = [one for one in running if one.process.poll() is not None]
                 if time.monotonic() > until or (ended and not ended[0].process.poll()):

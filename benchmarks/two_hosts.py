@@ -92,7 +92,7 @@ def started(
     settings: Sequence[str],
     *,
     local: int,
-    run_dir: str,
+    run_dir: str = "run",
     link: Link | None = None,
     warm: bool = False,
     own_cores: bool = False,
@@ -112,20 +112,9 @@ def started(
     with hosts(HOSTS) as made, contextlib.ExitStack() as stack:
         if link is not None:
             stack.enter_context(link.between(made))
-        words = [
-            file,
-            *settings,
-            *_RENDEZVOUS,
-            f"--nproc-per-node={local}",
-            f"--run-dir={run_dir}",
-        ]
+        words = [file, *settings, *_RENDEZVOUS, f"--nproc-per-node={local}", f"--run-dir={run_dir}"]
         running = [
-            stack.enter_context(
-                Running(*words, cwd=folder, host=host)
-                if warm
-                else Running(*words, cwd=folder, prefix=host.prefix())
-            )
-            for host in made
+            stack.enter_context(Running(*words, cwd=folder, host=host, fresh=not warm)) for host in made
         ]
         usable = sorted(os.sched_getaffinity(0))
         if own_cores and len(usable) >= HOSTS:
@@ -135,12 +124,7 @@ def started(
 
 
 def doctor_report(folder: Path, link: Link) -> Path:
-    """Have `ddprun doctor` measure a link between two hosts; gives its report, a new file in `folder`.
-
-    Raises:
-        RuntimeError: it could not.
-        subprocess.TimeoutExpired: it took longer than five minutes.
-    """
+    """Have `ddprun doctor` measure a link between two hosts; gives its report, a new file in `folder`."""
     words = ("doctor", "--format=json", *_RENDEZVOUS)
     with hosts(HOSTS) as made, link.between(made), contextlib.ExitStack() as stack:
         running = [stack.enter_context(Running(*words, cwd=folder, prefix=host.prefix())) for host in made]
@@ -164,27 +148,10 @@ def _pin(pid: int, cores: set[int]) -> None:
                         loose = True
 
 
-def run(
-    folder: Path,
-    file: str,
-    settings: Sequence[str],
-    *,
-    local: int,
-    run_dir: str,
-    link: Link | None = None,
-    warm: bool = False,
-    own_cores: bool = False,
-) -> dict[str, int]:
-    """Run a pipeline of `folder` on two hosts as `started` does; gives what programs of each sent over the
-    link in bytes, by the host's name.
-
-    Raises:
-        RuntimeError: a host's `ddprun` failed.
-        subprocess.TimeoutExpired: it took longer than five minutes.
+def finish(two: contextlib.AbstractContextManager[tuple[list[Host], list[Running]]]) -> dict[str, int]:
+    """Wait for the end of a pipeline that is `started`; gives what programs of each host sent over the link in
+    bytes, by the host's name. Raises RuntimeError if a host's `ddprun` failed.
     """
-    two = started(
-        folder, file, settings, local=local, run_dir=run_dir, link=link, warm=warm, own_cores=own_cores
-    )
     with two as (made, running):
         finished: list[Finished] = [one.wait(TIMEOUT_S) for one in running]
         for one in finished:

@@ -77,16 +77,8 @@ def whole(folder: Path, hidden: str, how: str) -> float:
     """Steps per second, without the first three."""
     (folder / "p.yaml").write_text(PIPELINE.format(hidden=hidden, steps=STEPS[hidden]))
     (folder / "wrapper.py").write_text(WRAPPER)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "wrapper.py",
-        how,
-        "p.yaml",
-    ]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command = [*torchrun, "wrapper.py", how, "p.yaml"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(command, cwd=folder, env=environment, check=False, capture_output=True, text=True)
     if done.returncode:

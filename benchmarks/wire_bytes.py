@@ -15,7 +15,6 @@ on as many ranks is.
 """
 
 import re
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -47,7 +46,7 @@ from benchmarks.formulas import (
     whole,
 )
 from benchmarks.page import DOES_NOT_HOLD, argument_parser, print_head, print_row
-from benchmarks.two_hosts import HOSTS, refusal, run
+from benchmarks.two_hosts import HOSTS, finish, refusal, started
 from tests.engine.running import events, lines
 from tests.namespaces import REASON
 
@@ -179,21 +178,21 @@ def count(folder: Path, row: Row, few: int, many: int) -> tuple[float, list[Coun
     sent: dict[str, Counter[str]] = {"measured": Counter(), "recorded": Counter()}
     for steps, sign in ((few, -1), (many, 1)):
         settings = [*row.settings(), f"--set=stages[0].train.steps={steps}"]
-        on_link = run(folder, "wire.yaml", settings, local=row.local, run_dir=str(steps))
-        (started,) = (event for event in events(folder / str(steps)) if event["event"] == "started")
+        on_link = finish(started(folder, "wire.yaml", settings, local=row.local, run_dir=str(steps)))
+        (facts,) = (event for event in events(folder / str(steps)) if event["event"] == "started")
         for name, size in on_link.items():
             sent["measured"][name] += sign * size
         for line in lines(folder / str(steps), "buckets"):
-            sent["recorded"][started["hosts"][line["rank"]]] += sign * line["between_hosts_bytes"]
+            sent["recorded"][facts["hosts"][line["rank"]]] += sign * line["between_hosts_bytes"]
     shapes = {name: tuple(param.shape) for name, param in _model().named_parameters()}
     # Without gradients to exchange there are no buckets of DDP's.
-    buckets = [[shapes[name] for name in bucket["params"]] for bucket in started["buckets"]] or [
+    buckets = [[shapes[name] for name in bucket["params"]] for bucket in facts["buckets"]] or [
         list(shapes.values())
     ]
     predicted = row.wire_bytes(buckets)
     return FP32 * sum(map(elements, buckets)), [
         Counted(
-            0.0 if row.one_way and name != started["hosts"][0] else predicted,
+            0.0 if row.one_way and name != facts["hosts"][0] else predicted,
             sent["measured"][name] / (many - few),
             sent["recorded"][name] / (many - few),
         )
@@ -224,7 +223,7 @@ def measure(row: Row, few: int, many: int, bases: dict[int, Counted] | None) -> 
             return True
         try:
             size, directions = count(folder, row, few, many)
-        except (RuntimeError, subprocess.TimeoutExpired) as error:
+        except RuntimeError as error:
             print(f"failed {row.name}: {error}", file=sys.stderr, flush=True)
             return False
     held = [one.measured < LARGEST_DIFFERENCE * size for one in directions if not one.predicted]
