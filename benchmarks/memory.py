@@ -13,7 +13,6 @@ Torch's own hooks stand beside ours. Prints a Markdown table of means over ranks
 import gc
 import os
 import re
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -26,6 +25,7 @@ from benchmarks.torch_hooks import TORCH
 from tests.ranks import as_processes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 import ddprun_hooks
 
@@ -53,17 +53,6 @@ HOOKS: dict[str, tuple[int, list[Any]]] = {
 
 THEIRS = ["allreduce_hook", "fp16_compress_hook"]
 """Torch's hooks that work on Gloo with several buckets."""
-
-
-def _tensors(state: Any) -> Iterator[torch.Tensor]:
-    if isinstance(state, torch.Tensor):
-        yield state
-    elif isinstance(state, dict):
-        for value in state.values():
-            yield from _tensors(value)
-    elif isinstance(state, list | tuple):
-        for value in state:
-            yield from _tensors(value)
 
 
 def _resident(which: str) -> int:
@@ -108,7 +97,7 @@ def measured(hooks: list[Any] | str | None, width: int) -> tuple[int, int, int, 
     gc.collect()
     state_bytes = 0
     if handle is not None:
-        state_bytes = sum(tensor.nbytes for tensor in _tensors(handle.state_dict()))
+        state_bytes = sum(one.nbytes for one in filter(torch.is_tensor, tree_leaves(handle.state_dict())))
         gc.collect()
     return _resident("VmRSS"), at_most, state_bytes, size
 

@@ -65,13 +65,11 @@ def machine() -> str:
 
     import psutil
 
-    name = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists() and (found := re.search(r"^model name\s*: (.+)$", cpuinfo.read_text(), re.MULTILINE)):
-        name = found[1].strip()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cpu = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    name = cpu[1].strip() if cpu else platform.machine()
+    cores = len(os.sched_getaffinity(0))
     memory = psutil.virtual_memory().total / 2**30
-    kernel = f"{platform.system()} {platform.release().partition('-')[0]}"
+    kernel = f"Linux {platform.release().partition('-')[0]}"
     python = platform.python_version()
     return f"{cores} cores ({name}), {memory:.0f} GiB, {kernel}, Python {python}, torch {version('torch')}"
 

@@ -11,7 +11,6 @@ that it has started and waited for.
 
 import os
 import random
-import resource
 import statistics
 import subprocess
 import sys
@@ -106,11 +105,7 @@ def measure(command: list[str], number: int) -> Measured:
         process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, words)
-    return Measured(wall_s, used.ru_utime + used.ru_stime, _mib(used))
-
-
-def _mib(used: resource.struct_rusage) -> float:
-    return used.ru_maxrss / (1024 * 1024 if sys.platform == "darwin" else 1024)
+    return Measured(wall_s, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)
 
 
 def main() -> None:
