@@ -39,18 +39,17 @@ class Part:
 
     limit_s: float
     page: str = PERFORMANCE
-    pieces: bool = False
-    """It takes `--minutes`."""
 
     def words(self, quick: bool, minutes: float | None) -> list[str]:
         """The command line."""
-        module, *arguments = self.command.split(" ")
-        words = [sys.executable, "-m", f"benchmarks.{module}", *filter(None, arguments)]
-        words += filter(None, self.quick.split(" ")) if quick else []
-        return words + (["--minutes", str(minutes)] if self.pieces and minutes is not None else [])
+        module, *arguments = self.command.split()
+        words = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
+        words += self.quick.split() if quick else []
+        return words + (["--minutes", str(minutes)] if module in _IN_PIECES and minutes is not None else [])
 
 
-_WIDE = "slow_links --hidden [1024,1024]"
+_IN_PIECES = ("growth", "language", "memory", "prediction", "slow_links")  # take `--minutes`
+_WIDE, _SLOW = "slow_links --hidden [1024,1024]", "--mbit 37 --one-way-ms 8 --seeds 2"
 _QUICK_LINK = "--hidden [64] --seeds 1 --accuracy 0.5 --only int8"
 PARTS = [
     Part(
@@ -67,44 +66,17 @@ PARTS = [
         "language",
         "--seeds 1 --rounds 1 --steps 200 --only sparseloco",
         9000,
-        pieces=True,
     ),
-    Part("link-100", "100 Mbit/s", f"{_WIDE} --mbit 100", _QUICK_LINK, 3600, pieces=True),
+    Part("link-100", "100 Mbit/s", f"{_WIDE} --mbit 100", _QUICK_LINK, 3600),
+    Part("link-37", "37 Mbit/s, 8 ms", f"{_WIDE} {_SLOW}", _QUICK_LINK, 7200),
+    Part("link-100-quickstart", "the same, 85,000 parameters", "slow_links --mbit 100", _QUICK_LINK, 3600),
+    Part("link-37-quickstart", "the same, 85,000 parameters", f"slow_links {_SLOW}", _QUICK_LINK, 3600),
+    Part("memory", "memory of each hook", "memory", "--width 256 --only [int8]", 900),
+    Part("ranks", "1 to 16 ranks", "growth --axis ranks", "--rows 0 --seconds 4", 1800),
     Part(
-        "link-37",
-        "37 Mbit/s, 8 ms",
-        f"{_WIDE} --mbit 37 --one-way-ms 8 --seeds 2",
-        _QUICK_LINK,
-        7200,
-        pieces=True,
+        "parameters", "1 to 200 million parameters", "growth --axis parameters", "--rows 0 --seconds 4", 1800
     ),
-    Part(
-        "link-100-quickstart",
-        "the same, 85,000 parameters",
-        "slow_links --mbit 100",
-        _QUICK_LINK,
-        3600,
-        pieces=True,
-    ),
-    Part(
-        "link-37-quickstart",
-        "the same, 85,000 parameters",
-        "slow_links --mbit 37 --one-way-ms 8 --seeds 2",
-        _QUICK_LINK,
-        3600,
-        pieces=True,
-    ),
-    Part("memory", "memory of each hook", "memory", "--width 256 --only [int8]", 900, pieces=True),
-    Part("ranks", "1 to 16 ranks", "growth --axis ranks", "--rows 0 --seconds 4", 1800, pieces=True),
-    Part(
-        "parameters",
-        "1 to 200 million parameters",
-        "growth --axis parameters",
-        "--rows 0 --seconds 4",
-        1800,
-        pieces=True,
-    ),
-    Part("buckets", "1 to 500 buckets", "growth --axis buckets", "--rows 0 --seconds 4", 1800, pieces=True),
+    Part("buckets", "1 to 500 buckets", "growth --axis buckets", "--rows 0 --seconds 4", 1800),
     Part("steps", "100,000 steps", "growth --axis steps", "--steps 2000", 1800),
     Part("start", "start of commands and runs", "startup", "--rounds 1 --without-runs", 900),
     Part("wire-bytes", "what each stack sends", "wire_bytes", "--only noop --steps 2 4", 3600, "hooks.md"),
@@ -152,7 +124,6 @@ PARTS = [
         "--models cnn --links unlimited",
         5400,
         "explain.md",
-        pieces=True,
     ),
     Part(
         "prediction-ranks",
@@ -161,7 +132,6 @@ PARTS = [
         "--models cnn",
         1200,
         "explain.md",
-        pieces=True,
     ),
     Part(
         "recovery",
