@@ -12,7 +12,6 @@ Every step and bucket is recorded. Prints a Markdown table.
 
 import itertools
 import json
-import os
 import random
 import signal
 import sys
@@ -29,6 +28,7 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
+from benchmarks import page
 from benchmarks.loops import LR, Times, build, mlp
 from benchmarks.overhead import AGAIN, BY_HAND, OURS, Loop
 from benchmarks.page import ROOT, Pieces, argument_parser, faster, print_head, print_row, shown
@@ -71,6 +71,11 @@ class Row:
         """In words."""
         return f"{self.ranks} ranks, {self.parameters} parameters, buckets of {self.bucket_cap_mb} MiB"
 
+    def pipeline(self, steps: int) -> str:
+        """What ddprun trains for so many steps."""
+        cap, hidden = self.bucket_cap_mb, list(self.hidden)
+        return PIPELINE.format(hidden=hidden, batch=BATCH, lr=LR, bucket_cap_mb=cap, steps=steps)
+
 
 _DEEP, _DEEPEST = (512,) * 65, (512,) * 501  # a layer is a MiB
 AXES = {
@@ -96,21 +101,13 @@ class Grown(Loop):
         self.folder.mkdir()
         ranks = ["--nproc-per-node", str(self.row.ranks)]
         if self.name == OURS:
-            text = PIPELINE.format(
-                hidden=list(self.row.hidden),
-                batch=BATCH,
-                lr=LR,
-                steps=2_000_000,
-                bucket_cap_mb=self.row.bucket_cap_mb,
-            )
-            (self.folder / "p.yaml").write_text(text)
+            (self.folder / "p.yaml").write_text(self.row.pipeline(2_000_000))
             command = [sys.executable, "-m", "ddprun", "p.yaml", *ranks, "--run-dir", "run"]
         else:
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", *ranks]
             words = [json.dumps(self.row.hidden), str(self.row.bucket_cap_mb), str(self.folder / "times")]
             command = [*torchrun, "-m", "benchmarks.growth", "--by-hand", *words]
-        path = os.pathsep.join([str(ROOT), *sys.path])
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        environment = {**page.environment(), "OMP_NUM_THREADS": "1"}
         with (self.folder / "log").open("wb") as log:
             self.process = psutil.Popen(command, cwd=self.folder, env=environment, stdout=log, stderr=log)
         until = time.monotonic() + _STARTS_WITHIN_S
@@ -207,15 +204,11 @@ def show_steps(steps: int) -> None:
     """Run so many steps, and print what a rank held and how long a step took in each tenth."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        (folder / "p.yaml").write_text(
-            PIPELINE.format(hidden=[64], batch=BATCH, lr=LR, steps=steps, bucket_cap_mb=25)
-        )
+        (folder / "p.yaml").write_text(Row(hidden=(64,)).pipeline(steps))
         command = [sys.executable, "-m", "ddprun", "p.yaml", "--nproc-per-node", "2", "--run-dir", "run"]
-        path = os.pathsep.join([str(ROOT), *sys.path])
+        environment = page.environment()
         with (folder / "log").open("wb") as log:
-            process = psutil.Popen(
-                command, cwd=folder, stdout=log, stderr=log, env={**os.environ, "PYTHONPATH": path}
-            )
+            process = psutil.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
         records = folder / "run" / "steps" / "rank-00000.jsonl"
         looks: list[tuple[float, float, float]] = []  # when, and bytes of a rank and of the launcher
         try:

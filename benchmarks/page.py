@@ -32,6 +32,11 @@ def argument_parser(description: str | None, *, in_pieces: bool = False) -> Argu
     return parser
 
 
+def environment() -> dict[str, str]:
+    """The variables of a process that is to import what this one can."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+
+
 def print_row(cells: Sequence[object]) -> None:
     """Print a row of a Markdown table."""
     print(f"| {' | '.join(map(str, cells))} |", flush=True)

@@ -22,7 +22,8 @@ from statistics import median
 from typing import Any
 
 import torch
-from benchmarks.page import ROOT, argument_parser, print_head, print_row
+from benchmarks import page
+from benchmarks.page import argument_parser, print_head, print_row
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -152,8 +153,7 @@ def run(case: Case, by_speed: bool, seconds: float, slow_between: tuple[float, .
         .replace("True", "true")
     )
     (folder / "p.yaml").write_text(text)
-    own = os.pathsep.join(str(ROOT / part) for part in ("", "runner", "hooks"))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": own}
+    environment = {**page.environment(), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "ddprun", "p.yaml", "--run-dir", "run"]
     try:
         with (folder / "log").open("wb") as log:

@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.page import argument_parser
+from benchmarks import page
 
 from ddprun.compare.runs import bootstrap_ratio
 from ddprun.telemetry.recorder import AgreedSteps, StepRecorder
@@ -133,7 +133,7 @@ def running(folder: Path, model: str, steps: int, script: list[str]) -> Iterator
     (folder / "telemetry.yaml").write_text(PIPELINE.format(model=MODELS[model], steps=steps))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command = [*torchrun, *script, str(folder / "telemetry.yaml")]
-    environment = {**os.environ, FOLDER: str(folder), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = {**page.environment(), FOLDER: str(folder)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, cwd=folder, env=environment, text=True, **pipes) as process:  # type: ignore[call-overload]
         try:
@@ -230,7 +230,7 @@ def print_ratios(found: dict[str, list[float]], base: str, again: str) -> dict[s
 
 def main() -> None:
     """Measure, print."""
-    parser = argument_parser(__doc__)
+    parser = page.argument_parser(__doc__)
     parser.add_argument("--blocks", type=int, default=600, help="of each side")
     parser.add_argument("--model", choices=list(MODELS), help="one of them only")
     parser.add_argument("--stalled-disk", action="store_true")

@@ -149,8 +149,8 @@ def _pin(pid: int, cores: set[int]) -> None:
 
 
 def finish(two: contextlib.AbstractContextManager[tuple[list[Host], list[Running]]]) -> dict[str, int]:
-    """Wait for the end of a pipeline that is `started`; gives what programs of each host sent over the link in
-    bytes, by the host's name. Raises RuntimeError if a host's `ddprun` failed.
+    """Wait for the end of a pipeline that is `started`; gives what programs of each host sent over the link,
+    in bytes, by the host's name. Raises RuntimeError if a host's `ddprun` failed.
     """
     with two as (made, running):
         finished: list[Finished] = [one.wait(TIMEOUT_S) for one in running]

@@ -8,7 +8,6 @@ control. Prints medians.
 """
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -18,7 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.page import argument_parser
+from benchmarks import page
 
 from ddprun.watchdog.rank_watchdog import RankWatchdog, WatchedCollective
 from ddprun_hooks.comm.observer import CollectiveSequence
@@ -79,7 +78,7 @@ def whole(folder: Path, hidden: str, how: str) -> float:
     (folder / "wrapper.py").write_text(WRAPPER)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command = [*torchrun, "wrapper.py", how, "p.yaml"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = page.environment()
     done = subprocess.run(command, cwd=folder, env=environment, check=False, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stderr}")
@@ -90,7 +89,7 @@ def whole(folder: Path, hidden: str, how: str) -> float:
 
 def main() -> None:
     """Run the comparison and print it."""
-    parser = argument_parser(__doc__)
+    parser = page.argument_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
     with tempfile.TemporaryDirectory() as name:
