@@ -96,7 +96,6 @@ class Task:
 
     seeds: int
     metric: str
-    heading: str
     compared: str
 
     def compare(self, ours: Sequence[float], plain: Sequence[float]) -> tuple[str, bool]:
@@ -146,7 +145,6 @@ stages:
         samples=32,
         seeds=1,
         metric="loss",
-        heading="held-out loss",
         compared="relative to plain",
     ),
     "digits": Task(
@@ -157,7 +155,6 @@ stages:
         samples=64,
         seeds=5,
         metric="accuracy",
-        heading="held-out accuracy",
         compared="difference from plain (points)",
     ),
     "policies": Task(
@@ -168,7 +165,6 @@ stages:
         samples=64,
         seeds=5,
         metric="accuracy",
-        heading="held-out accuracy",
         compared="difference from every_step (points)",
     ),
 }
@@ -214,7 +210,7 @@ def compare(task: Task, variants: list[Variant], seeds: int) -> bool:
     Raises:
         RuntimeError: the plain one failed.
     """
-    of_seeds = f"{task.heading}, {seeds} seed{'s' if seeds > 1 else ''}"
+    of_seeds = f"held-out {task.metric}, {seeds} seed{'s' if seeds > 1 else ''}"
     print_head([task.varied, "ranks", "steps", of_seeds, task.compared, "holds"])
     held: list[bool] = []
     plain: list[float] = []
@@ -243,13 +239,11 @@ def compare(task: Task, variants: list[Variant], seeds: int) -> bool:
 
 
 def chosen(task: Task, name: str | None) -> list[Variant]:
-    """Plain, and the variants of a task that are `name` or hold one of that name; without a name all."""
+    """The variants of a task that are `name` or hold one of that name, after plain; without a name all."""
     names = {variant: variant.name(task.varied) for variant in task.variants}
-    return [
-        variant
-        for variant in task.variants
-        if variant is task.variants[0] or name in (None, names[variant], *re.findall(r"\w+", names[variant]))
-    ]
+    found = [one for one, own in names.items() if name in (None, own, *re.findall(r"\w+", own))]
+    plain = task.variants[0]
+    return [plain, *(one for one in found if one != plain)] if found else []
 
 
 def main() -> None:
@@ -267,13 +261,7 @@ def main() -> None:
     tasks = [TASKS[arguments.task]] if arguments.task else list(TASKS.values())
     if arguments.steps is not None:
         tasks = [replace(task, steps=arguments.steps) for task in tasks]
-    chosen_for = [(task, chosen(task, arguments.only)) for task in tasks]
-    if arguments.only is not None:
-        chosen_for = [
-            (task, variants)
-            for task, variants in chosen_for
-            if len(variants) > 1 or arguments.only == variants[0].name(task.varied)
-        ]
+    chosen_for = [(task, found) for task in tasks if (found := chosen(task, arguments.only))]
     if not chosen_for:
         parser.error(f"--only: no stack or policy is or holds {arguments.only}")
     held = []
