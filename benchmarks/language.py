@@ -16,7 +16,6 @@ DDP's loss are the steps until that loss, times the mean step over the link. Eva
 count. Prints a Markdown table.
 """
 
-import json
 import math
 import os
 import random
@@ -31,6 +30,7 @@ from typing import Any
 
 from benchmarks.page import ROOT, Pieces, argument_parser, print_head, print_row
 from benchmarks.two_hosts import HOSTS, Link, doctor_report, finish, started
+from tests.engine.running import events, lines
 from tests.ranks import ddprun
 
 from ddprun.config import load
@@ -75,12 +75,6 @@ METHODS = (
 PLAIN = METHODS[0]
 
 
-def _records(folder: Path) -> list[dict[str, Any]]:
-    """Those of rank 0's steps."""
-    with (folder / "steps" / "rank-00000.jsonl").open() as file:
-        return [record for record in map(json.loads, file) if record["step"]]
-
-
 def learn(method: Method, seed: int, steps: int) -> dict[str, Any]:
     """Train for so many steps on this machine: the held-out `losses` by step, and the `bytes` that rank 0
     sends in a mean step.
@@ -93,13 +87,11 @@ def learn(method: Method, seed: int, steps: int) -> dict[str, Any]:
         if done.code:
             raise RuntimeError(done.stderr)
         folder = Path(scratch, "run")
-        events = [json.loads(line) for line in (folder / "events.jsonl").open()]
-        with (folder / "buckets" / "rank-00000.jsonl").open() as file:
-            # Of the method alone: without the mean weights that held-out losses are measured with.
-            sent = sum(
-                one["wire_bytes"] for one in map(json.loads, file) if one["kind"] in ("gradient", "delta")
-            )
-    losses = [[event["step"], event["loss"]] for event in events if event["event"] == "evaluated"]
+        evaluated = [event for event in events(folder) if event["event"] == "evaluated"]
+        buckets = [record for record in lines(folder, "buckets") if record["rank"] == 0]
+    losses = [[event["step"], event["loss"]] for event in evaluated]
+    # Of the method alone: without the mean weights that held-out losses are measured with.
+    sent = sum(record["wire_bytes"] for record in buckets if record["kind"] in ("gradient", "delta"))
     return {"losses": losses, "bytes": sent / steps}
 
 
@@ -136,7 +128,8 @@ def time_steps(method: Method, reports: Sequence[str]) -> dict[str, list[float]]
     for link in LINKS:
         with tempfile.TemporaryDirectory() as scratch:
             folder = _timed_run(Path(scratch), method, link)
-            timed = [record for record in _records(folder) if record["step"] > method.period]
+            of_rank_0 = [record for record in lines(folder, "steps") if record["rank"] == 0]
+        timed = [record for record in of_rank_0 if record["step"] > method.period]
         seconds = sum(record["step_us"] for record in timed) / 1e6
         computed = sum(record[part] for record in timed for part in _COMPUTED) / 1e6
         found["seconds"].append(seconds / len(timed))

@@ -34,6 +34,7 @@ from typing import Any
 
 from benchmarks.page import DOES_NOT_HOLD, Pieces, argument_parser, print_head, print_row
 from benchmarks.two_hosts import HOSTS, TIMEOUT_S, Link, finish, started
+from tests.engine.running import lines
 from tests.ranks import Running
 
 from ddprun.config import load
@@ -176,14 +177,10 @@ def cycle_means(times: Sequence[float], length: int) -> list[float]:
 
 def step_times(run_dir: Path) -> dict[int, list[list[float]]]:
     """Seconds of each step, of each rank, by the stage."""
-    found: dict[int, list[list[float]]] = defaultdict(list)
-    for file in (run_dir / "steps").iterdir():
-        by_stage: dict[int, list[float]] = defaultdict(list)
-        for line in map(json.loads, file.read_text().splitlines()):
-            by_stage[line["stage"]].append(line["step_us"] / 1e6)
-        for number, times in by_stage.items():
-            found[number].append(times)
-    return found
+    found: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for line in lines(run_dir, "steps"):
+        found[line["stage"]][line["rank"]].append(line["step_us"] / 1e6)
+    return {number: list(of_ranks.values()) for number, of_ranks in found.items()}
 
 
 def predict(model: str, speeds: Mapping[str, Speed]) -> tuple[float, dict[str, list[float]]]:
@@ -214,8 +211,8 @@ def keep_quiet(run_dir: Path, length: int) -> float:
             kept.add(2 * number + 1)
             counted.append(beside[number])
     for file in (run_dir / "steps").iterdir():
-        lines = file.read_text().splitlines(keepends=True)
-        file.write_text("".join(line for line in lines if json.loads(line)["stage"] in kept))
+        written = file.read_text().splitlines(keepends=True)
+        file.write_text("".join(line for line in written if json.loads(line)["stage"] in kept))
     return fmean(counted)
 
 
