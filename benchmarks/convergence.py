@@ -189,11 +189,7 @@ def settings(task: Task, variant: Variant, seed: int) -> list[str]:
 
 
 def train(folder: Path, task: Task, variant: Variant, seed: int) -> float:
-    """Train once; gives the held-out metric.
-
-    Raises:
-        RuntimeError: `ddprun` failed.
-    """
+    """Train once; gives the held-out metric. Raises RuntimeError if `ddprun` fails."""
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         command = [sys.executable, "-m", "ddprun", "task.yaml", "--run-dir", scratch]
         command += settings(task, variant, seed)
@@ -205,10 +201,8 @@ def train(folder: Path, task: Task, variant: Variant, seed: int) -> float:
 
 
 def compare(task: Task, variants: list[Variant], seeds: int) -> bool:
-    """Print the table of a task; whether every row holds. The first variant is plain.
-
-    Raises:
-        RuntimeError: the plain one failed.
+    """Print the table of a task; whether every row holds. The first variant is plain: if that fails, raises
+    RuntimeError.
     """
     of_seeds = f"held-out {task.metric}, {seeds} seed{'s' if seeds > 1 else ''}"
     print_head([task.varied, "ranks", "steps", of_seeds, task.compared, "holds"])

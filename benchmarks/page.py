@@ -90,11 +90,7 @@ def has_table(page: Path, name: str) -> bool:
 
 
 def write_table(page: Path, name: str, table: str) -> None:
-    """Replace what stands between the two markers of a benchmark in a page.
-
-    Raises:
-        ValueError: the page does not have both markers once.
-    """
+    """Replace what stands between a benchmark's markers in a page; ValueError if these are not there once."""
     begin, end = _markers(name)
     if not has_table(page, name):
         raise ValueError(f"{page} needs the lines {begin} and {end}, once each")

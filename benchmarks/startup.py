@@ -64,11 +64,7 @@ class Measured:
 
 
 def commands(folder: Path) -> dict[str, list[str]]:
-    """What is measured: a label and a command line each.
-
-    Args:
-        folder: where files for the runs may be written.
-    """
+    """What is measured: a label and a command line each; files for the runs are written into `folder`."""
     (folder / "one.yaml").write_text(PIPELINE)
     (folder / "by_hand.py").write_text(BY_HAND)
     pipelines = [str(path) for path in sorted((ROOT / "pipelines").glob("*.yaml"))]
@@ -92,11 +88,7 @@ def commands(folder: Path) -> dict[str, list[str]]:
 
 
 def measure(command: list[str], number: int) -> Measured:
-    """Run a command in a process of its own; `{}` in it becomes the number.
-
-    Raises:
-        subprocess.CalledProcessError: the command failed.
-    """
+    """Run a command in a process of its own; `{}` in it becomes the number. Raises CalledProcessError."""
     words = [word.replace("{}", str(number)) for word in command]
     start = time.perf_counter()
     with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:

@@ -206,14 +206,9 @@ def _model() -> torch.nn.Module:
 
 
 def measure(row: Row, few: int, many: int, bases: dict[int, Counted] | None) -> bool:
-    """Print a row of a table; whether the formula holds.
-
-    Args:
-        row: what to run.
-        few: steps of the one run.
-        many: steps of the other.
-        bases: what `every_step` sends, by ranks on a host, with which a policy is compared; such a row puts
-            itself in. None: the table is that of hooks.
+    """Print a row of a table, from runs of few steps and of many; whether the formula holds. `bases`: what
+    `every_step` sends, by ranks on a host, with which a policy is compared; such a row puts itself in. None:
+    the table is that of hooks.
     """
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
