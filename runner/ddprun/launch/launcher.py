@@ -22,7 +22,6 @@ from ddprun import InputError
 
 _PORTS = range(15_000, 30_000)  # below those that Linux gives to whoever asks for any
 _OVERRIDES_VARIABLE = "DDPRUN_OVERRIDES"
-_ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 # Flags that say how ranks are started, and so nothing to a process that is one.
 _RANK_STARTING_FLAGS = ("nnodes", "nproc_per_node", "node_rank", "standalone", "max_restarts")
 
@@ -78,7 +77,7 @@ def _launcher_from_rank_variables(name: str, environment: Mapping[str, str], fla
     missing = [variable for variable in ("RANK", "WORLD_SIZE") if variable not in environment]
     rank, size = _number(environment, "RANK", 0), _number(environment, "WORLD_SIZE", 1)
     if size > 1 or "RANK" not in environment:
-        missing += [variable for variable in _ADDRESS_VARIABLES if variable not in environment]
+        missing += [variable for variable in ("MASTER_ADDR", "MASTER_PORT") if variable not in environment]
     if missing:
         raise LauncherError(
             f"not set: {', '.join(missing)}; a rank needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and "
@@ -116,14 +115,9 @@ def _srun_launcher(environment: Mapping[str, str], flags: Flags) -> Launcher | N
     first = first_host(environment.get("SLURM_STEP_NODELIST", ""))
     port = str(_PORTS[zlib.crc32(f"{job}.{step}".encode()) % len(_PORTS)])
     if max(on_node) == 1:
-        found = {"nnodes": "1"}
+        found = {"nnodes": str(nodes)}
         if nodes > 1:
-            found = {
-                "nnodes": str(nodes),
-                "rdzv_backend": "c10d",
-                "rdzv_endpoint": f"{first}:{port}",
-                "rdzv_id": f"{job}.{step}",
-            }
+            found |= {"rdzv_backend": "c10d", "rdzv_endpoint": f"{first}:{port}", "rdzv_id": f"{job}.{step}"}
         return Launcher(f"srun: host {node} of {nodes}, job {job}", flags=found, is_first=node == 0)
     _refuse_start_flags("srun", flags)
     variables = {

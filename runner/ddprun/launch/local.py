@@ -16,13 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
 from torch.distributed.launcher.api import LaunchConfig
 
-from ddprun import (
-    EXIT_BAD_INPUT,
-    EXIT_FAILURE,
-    EXIT_INTERRUPTED,
-    EXIT_REQUEUE,
-    ON_USR1_VARIABLE,
-)
+from ddprun import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_REQUEUE, ON_USR1_VARIABLE
 from ddprun.checkpoint.folder import steps_in
 from ddprun.config import LoadedPipeline
 from ddprun.host import network, processes, rank_files
