@@ -10,6 +10,7 @@ row is left out. `--picture` draws one more run, whose rank 1 is slow for a whil
 """
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -19,7 +20,6 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 from benchmarks import page
@@ -135,22 +135,13 @@ def run(case: Case, by_speed: bool, seconds: float, slow_between: tuple[float, .
         cgroup = Path(tempfile.mkdtemp(prefix="ddprun-speeds-", dir=_CGROUPS))
         (cgroup / "cpu.cfs_period_us").write_text(str(_SLICE_US))
         (cgroup / "cpu.cfs_quota_us").write_text(str(round(case.quota * _SLICE_US)))
-    options: dict[str, Any] = {
-        "ms": list(case.ms),
-        "slow_between": list(slow_between),
-        "core": case.core,
-        "busy": case.busy,
-    }
-    text = (
-        PIPELINE.format(
-            data=options | {"cgroup": str(cgroup or "")},
-            batch=case.batch,
-            balance="speed" if by_speed and case.sync[1] == "every_step" else "null",
-            sync=case.sync[by_speed],
-            ranks=case.ranks,
-        )
-        .replace("False", "false")
-        .replace("True", "true")
+    options = {"ms": case.ms, "slow_between": slow_between, "core": case.core, "busy": case.busy}
+    text = PIPELINE.format(
+        data=json.dumps({**options, "cgroup": str(cgroup or "")}),
+        batch=case.batch,
+        balance="speed" if by_speed and case.sync[1] == "every_step" else "null",
+        sync=case.sync[by_speed],
+        ranks=case.ranks,
     )
     (folder / "p.yaml").write_text(text)
     environment = {**page.environment(), "OMP_NUM_THREADS": "1"}
