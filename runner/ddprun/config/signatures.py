@@ -149,14 +149,13 @@ def _number_or_list(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
         raise expected("a number or a list of numbers") from None
 
 
-def length_option_to_fill(name: str, options: Mapping[str, Any] | None = None) -> str | None:
+def length_option_to_fill(name: str, options: Mapping[str, Any]) -> str | None:
     """The option to fill with the stage's steps; None: `options` give a length, or the schedule has none."""
-    given = options or {}
-    if given.keys() >= {"epochs", "steps_per_epoch"} or name not in _classes("schedule"):
+    if options.keys() >= {"epochs", "steps_per_epoch"} or name not in _classes("schedule"):
         return None
     for parameter in torch_options("schedule", name):
         if parameter.name in _LENGTH_OPTIONS:
-            return None if given.get(parameter.name) is not None else parameter.name
+            return None if options.get(parameter.name) is not None else parameter.name
     return None
 
 

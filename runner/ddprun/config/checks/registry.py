@@ -42,7 +42,7 @@ def register_check(*keys: str) -> Callable[[_Check], _Check]:
     return register
 
 
-def find_conflicts(pipeline: Pipeline, faulty: frozenset[str] = frozenset()) -> Iterator[KeyConflict]:
+def find_conflicts(pipeline: Pipeline, faulty: frozenset[str]) -> Iterator[KeyConflict]:
     """What the checks find; those that read a `faulty` key, which holds a placeholder, are left out."""
     for keys, check in _CHECKS:
         if not keys & faulty:
