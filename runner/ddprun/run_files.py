@@ -82,7 +82,7 @@ def open_file(folder: Path, name: str | Path, mode: Mode = "rb", *, make_folders
     return os.fdopen(handle, mode)
 
 
-def names_in(folder: Path, name: str | Path = "") -> list[str]:
+def names_in(folder: Path, name: str | Path) -> list[str]:
     """What is in a folder of a run, in order; raises OSError, such as WrongFileTypeError if it is none."""
     with _open_folder(folder, Path(name).parts) as inside:
         return sorted(os.listdir(inside))

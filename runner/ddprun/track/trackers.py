@@ -78,10 +78,10 @@ class Trackers:
         for worker in self._threads:
             worker.put(lambda tracker: tracker.log_eval_metrics(step, values))
 
-    def close(self, summary: Mapping[str, Any], within_s: float | None = None) -> list[str]:
+    def close(self, summary: Mapping[str, Any], within_s: float = _CLOSE_TIMEOUT_S) -> list[str]:
         """Let them flush; gives those that did not end in time."""
         self._closed = True
-        until = time.monotonic() + (_CLOSE_TIMEOUT_S if within_s is None else within_s)
+        until = time.monotonic() + within_s
         for worker in self._threads:
             worker.end(summary)
         for worker in self._threads:
@@ -92,11 +92,11 @@ class Trackers:
         """From now on `close_as_failed` elsewhere waits for the main thread's, `_MAX_HOLD_S` at most."""
         self._may_close_as_failed.clear()
 
-    def close_as_failed(self, within_s: float | None = None) -> None:
+    def close_as_failed(self, within_s: float = _FAILED_CLOSE_TIMEOUT_S) -> None:
         """Close all trackers as failed, within a few seconds, since other ranks wait for this one."""
         if threading.current_thread() is threading.main_thread():
             self._may_close_as_failed.set()
         self._may_close_as_failed.wait(_MAX_HOLD_S)
         with self._close_lock:
             if not self._closed:
-                self.close({"status": "failed"}, _FAILED_CLOSE_TIMEOUT_S if within_s is None else within_s)
+                self.close({"status": "failed"}, within_s)
