@@ -124,12 +124,9 @@ def _overridden_everywhere(pipeline: Pipeline) -> Iterator[KeyConflict]:
         if not overridden or not _differs_from_default(pipeline, key):
             continue
         names = " and ".join(dict.fromkeys(stage.name for stage in users))
-        text = f'"{key}" has no effect: every {names} stage of "stages" has its own "{key}"'
-        hint = "remove it here or there"
-        if key == "optimizer":
-            text = f"the options of {text.replace('has no effect', 'have no effect')}"
-            hint = "remove them here or there"
-        yield warning(key, text, hint)
+        what, it = (f'the options of "{key}" have', "them") if key == "optimizer" else (f'"{key}" has', "it")
+        text = f'{what} no effect: every {names} stage of "stages" has its own "{key}"'
+        yield warning(key, text, f"remove {it} here or there")
 
 
 def _differs_from_default(pipeline: Pipeline, key: str) -> bool:
