@@ -35,7 +35,7 @@ from typing import Any
 from benchmarks.page import DOES_NOT_HOLD, Pieces, argument_parser, print_head, print_row
 from benchmarks.two_hosts import HOSTS, TIMEOUT_S, Link, finish, started
 from tests.engine.running import lines
-from tests.ranks import Running
+from tests.ranks import ddprun
 
 from ddprun.config import load
 from ddprun.explain.explain import explain
@@ -282,10 +282,9 @@ def predict_ranks(model: str) -> dict[str, list[tuple[float, str]]]:
 def run_here(folder: Path, text: str, ranks: int) -> Path:
     """Run a pipeline on ranks of this machine; gives the run's folder."""
     (folder / "p.yaml").write_text(text)
-    with Running("p.yaml", f"--nproc-per-node={ranks}", "--run-dir=run", cwd=folder) as running:
-        finished = running.wait(TIMEOUT_S)
-        if finished.code:
-            raise RuntimeError(finished.stderr)
+    done = ddprun("p.yaml", f"--nproc-per-node={ranks}", "--run-dir=run", cwd=folder, timeout_s=TIMEOUT_S)
+    if done.code:
+        raise RuntimeError(done.stderr)
     return folder / "run"
 
 

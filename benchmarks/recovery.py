@@ -35,6 +35,7 @@ from typing import IO
 
 from benchmarks.page import argument_parser, print_head, print_row
 from benchmarks.two_hosts import started
+from tests.engine.running import events, lines
 from tests.namespaces import REASON
 from tests.ranks import Running, ddprun
 
@@ -115,14 +116,14 @@ def _run(folder: Path, case: Case) -> Iterator[list[Running]]:
 def _steps(run: Path) -> list[tuple[float, int]]:
     """When rank 0 began each step, as far as it is written, and the step's number."""
     with (run / "steps" / "rank-00000.jsonl").open("rb") as file:
-        lines = [line for line in file if line.endswith(b"\n")]
-    return [(step["start_us"] / 1e6, step["step"]) for step in map(json.loads, lines) if step.get("step")]
+        whole = [line for line in file if line.endswith(b"\n")]
+    return [(step["start_us"] / 1e6, step["step"]) for step in map(json.loads, whole) if step.get("step")]
 
 
 def measure(case: Case, draw: random.Random) -> dict[str, float]:
     """Kill a rank of a new run, and time what follows; raises TimeoutError."""
     with tempfile.TemporaryDirectory() as scratch, _run(Path(scratch), case) as running:
-        lines, run = _Lines(running), Path(scratch, "run")
+        printed, run = _Lines(running), Path(scratch, "run")
         until = time.monotonic() + _LIMIT_S
         while not list(run.glob("checkpoints/step-*0/manifest.json")):
             if time.monotonic() > until:
@@ -132,7 +133,7 @@ def measure(case: Case, draw: random.Random) -> dict[str, float]:
         ranks = [pid for one in running for pid in one.ranks()]
         killed = time.monotonic()
         os.kill(draw.choice(ranks), signal.SIGKILL)
-        noticed, up, resumed = (lines.wait_for(sign, killed) for sign in _SIGNS)
+        noticed, up, resumed = (printed.wait_for(sign, killed) for sign in _SIGNS)
         last_kept = int(resumed[1].split("resuming after step ")[1].split()[0])
         time.sleep(1.0)
         for one in running:
@@ -177,15 +178,14 @@ def print_checkpoints(steps: int, widths: Sequence[int]) -> None:
             if done.code:
                 raise RuntimeError(done.stderr)
             run = Path(scratch, "run")
-            events = [json.loads(line) for line in (run / "events.jsonl").open()]
-            records = [json.loads(line) for line in (run / "steps" / "rank-00000.jsonl").open()]
-        taken = [event for event in events if event["event"] == "checkpoint_taken" and event["step"] < steps]
-        written = [
-            event for event in events if event["event"] == "checkpoint_written" and event["step"] < steps
-        ]
+            taken, written = (
+                [event for event in events(run) if event["event"] == name and event["step"] < steps]
+                for name in ("checkpoint_taken", "checkpoint_written")
+            )
+            records = [one for one in lines(run, "steps") if one["rank"] == 0 and one["step"] > 20]
         spans = [(one["monotonic_us"], end["monotonic_us"]) for one, end in zip(taken, written, strict=True)]
         beside, alone = list[float](), list[float]()
-        for record in filter(lambda record: record["step"] > 20, records):
+        for record in records:
             start, end = record["start_us"], record["start_us"] + record["step_us"]
             into = beside if any(start < last and first < end for first, last in spans) else alone
             into.append(record["step_us"] / 1e3)
