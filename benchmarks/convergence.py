@@ -26,6 +26,8 @@ from statistics import fmean
 from benchmarks.page import DOES_NOT_HOLD, argument_parser, print_head, print_row
 from benchmarks.two_hosts import refusal
 
+from ddprun.units import format_count
+
 PLAIN, EVERY_STEP = "[]", "every_step"
 MINUS = "\N{MINUS SIGN}"
 
@@ -204,7 +206,7 @@ def compare(task: Task, variants: list[Variant], seeds: int) -> bool:
     """Print the table of a task; whether every row holds. The first variant is plain: if that fails, raises
     RuntimeError.
     """
-    of_seeds = f"held-out {task.metric}, {seeds} seed{'s' if seeds > 1 else ''}"
+    of_seeds = f"held-out {task.metric}, {format_count(seeds, 'seed')}"
     print_head([task.varied, "ranks", "steps", of_seeds, task.compared, "holds"])
     held: list[bool] = []
     plain: list[float] = []

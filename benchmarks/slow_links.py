@@ -24,6 +24,8 @@ from typing import Any
 from benchmarks.page import Pieces, argument_parser, print_head, print_row
 from benchmarks.two_hosts import Link, refusal, started
 
+from ddprun.units import format_count
+
 ACCURACY = 0.96
 LOCAL = 2  # ranks on a host
 MOST_S = 180
@@ -159,7 +161,7 @@ def show(found: dict[str, list[dict[str, Any]]], link: Link, hidden: list[int], 
         print(
             f"\nThe fastest setting, {best}, takes {middle:.1f} s, and plain DDP takes {base:.1f} s. "
             f"The speedup is {base / middle:.1f} ({min(pairs):.1f} to {max(pairs):.1f} over seeds). "
-            f"All values are medians of {seeds} seed{'s' if seeds > 1 else ''}."
+            f"All values are medians of {format_count(seeds, 'seed')}."
         )
 
 

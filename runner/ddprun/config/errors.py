@@ -12,6 +12,7 @@ from ddprun.config.faults import PipelineFault, Redact, allowed_values, closest_
 from ddprun.config.scalars import bool_hint
 from ddprun.config.tree import Node, find_nearest, format_path
 from ddprun.options import PATTERN_DESCRIPTIONS, CustomValidator, KeyPath, combine, problem
+from ddprun.units import format_count
 from ddprun_hooks.config import messages
 from ddprun_hooks.config.messages import MessageParts
 
@@ -111,7 +112,7 @@ def _message_parts(item: Any, node: Node | None, value: Any, redact: Redact) -> 
     match kind:
         case "too_short" | "too_long":
             key, bound = ("min_length", "at least") if kind == "too_short" else ("max_length", "at most")
-            items = f"{context[key]} item{'' if context[key] == 1 else 's'}"
+            items = format_count(context[key], "item")
             return f"must hold {bound} {items}, got {context['actual_length']}", None, None
         case "literal_error":
             known = re.findall(r"'([^']*)'", context["expected"])

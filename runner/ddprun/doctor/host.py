@@ -15,7 +15,7 @@ from ddprun.doctor import Finding, Level, Report
 from ddprun.host import network
 from ddprun.host.dev_shm import REMEDY, ShmSpace, nccl_shortage, shm_space, shortage
 from ddprun.host.processes import cores
-from ddprun.units import format_binary_bytes, format_bit_rate
+from ddprun.units import format_binary_bytes, format_bit_rate, format_count
 
 _LOADERS = 4  # loading processes of a rank for which there should be room
 _BATCH_BYTES = 16 << 20  # of what they load
@@ -182,7 +182,7 @@ def gpu_finding(name: str, gpus: Gpus) -> Finding:
 
 def cpu_core_finding(name: str, count: float, ranks: int) -> Finding:
     """Whether a host's ranks have cores."""
-    found = f"{count:g} for {ranks} rank{'s' if ranks > 1 else ''}"
+    found = f"{count:g} for {format_count(ranks, 'rank')}"
     if count >= ranks:
         return Finding(name, "cores", "ok", found)
     found += ": ranks share cores, and all wait for the slowest"

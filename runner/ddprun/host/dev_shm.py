@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from ddprun.units import format_binary_bytes
+from ddprun.units import format_binary_bytes, format_count
 
 SHM_FOLDER = Path("/dev/shm")
 PAGE_BYTES = 4096
@@ -72,7 +72,7 @@ def shortage(
     least, needed = worker_startup_bytes(ranks, workers), worker_needed_bytes(ranks, workers, tensor_bytes)
     if space.free >= needed:
         return None
-    who = f"{workers} DataLoader workers for each of {ranks} rank{'s' if ranks > 1 else ''}"
+    who = f"{workers} DataLoader workers for each of {format_count(ranks, 'rank')}"
     if certain := space.free < least:
         why = f"too little to start {who}, which need {format_binary_bytes(least)} for their queues alone "
         why += f"and about {format_binary_bytes(needed)} with batches"

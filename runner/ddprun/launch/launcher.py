@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ddprun import InputError
+from ddprun.units import format_count
 
 _PORTS = range(15_000, 30_000)  # below those that Linux gives to whoever asks for any
 _OVERRIDES_VARIABLE = "DDPRUN_OVERRIDES"
@@ -130,7 +131,7 @@ def _srun_launcher(environment: Mapping[str, str], flags: Flags) -> Launcher | N
         "MASTER_ADDR": first if nodes > 1 else "127.0.0.1",
         "MASTER_PORT": port,
     }
-    summary = f"srun: rank {task} of {tasks} on {nodes} host{'s' if nodes > 1 else ''}, job {job}"
+    summary = f"srun: rank {task} of {tasks} on {format_count(nodes, 'host')}, job {job}"
     return Launcher(summary, variables, is_first=task == 0)
 
 
