@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import yaml
 from benchmarks.page import argument_parser, print_head, print_row
 from tests.ranks import as_processes
 from torch import Tensor, nn
@@ -20,15 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddprun_hooks
 
-HOOKS: dict[str, list[Any]] = {
-    "`fp16`": ["fp16"],
-    "`fp16: {accumulate: fp32}`": [{"fp16": {"accumulate": "fp32"}}],
-    "`bf16`": ["bf16"],
-    "`bf16: {accumulate: fp32}`": [{"bf16": {"accumulate": "fp32"}}],
-    "`int8`": ["int8"],
-    "`fp8`": ["fp8"],
-    "`int4`": ["int4"],
-}
+HOOKS = ("fp16", "fp16: {accumulate: fp32}", "bf16", "bf16: {accumulate: fp32}", "int8", "fp8", "int4")
 WORDS, CONTEXT, WIDTH, BATCH = 256, 32, 64, 8
 BEFORE = 2  # steps of plain all-reduce, until DDP's buckets are known
 
@@ -92,8 +85,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if min(arguments.ranks) < 1 or arguments.steps < 1:
         parser.error("--ranks and --steps take numbers from 1")
+    stacks = [yaml.safe_load(f"[{hook}]") for hook in HOOKS]
     found = {
-        ranks: [as_processes(ranks, errors, hooks, arguments.steps)[0] for hooks in HOOKS.values()]
+        ranks: [as_processes(ranks, errors, stack, arguments.steps)[0] for stack in stacks]
         for ranks in arguments.ranks
     }
     headings = (
@@ -102,7 +96,7 @@ def main() -> None:
     )
     for which, heading in enumerate(headings):
         print(f"{heading}\n")
-        print_head(["ranks", *HOOKS])
+        print_head(["ranks", *(f"`{hook}`" for hook in HOOKS)])
         for ranks, measured in found.items():
             print_row([ranks, *(f"{one[which]:.2e}".replace("e-0", "e-") for one in measured)])
         print()

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import yaml
 from benchmarks.page import argument_parser, faster, print_head, print_row, shown
 from tests.namespaces import REASON
 from tests.ranks import as_processes
@@ -56,15 +57,15 @@ TORCH: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
 }
 """Torch's hooks: what makes their state, and the hook."""
 
-OURS: dict[str, tuple[list[Any], str]] = {
-    "[]": ([], "allreduce_hook"),
-    "[fp16]": (["fp16"], "fp16_compress_hook"),
-    "[bf16]": (["bf16"], "bf16_compress_hook"),
-    "[int8]": (["int8"], "quantization_pertensor_hook"),
-    f"[{{powersgd: {{rank: {RANK}}}}}]": ([{"powersgd": {"rank": RANK}}], "powerSGD_hook"),
-    "[shared_memory]": (["shared_memory"], ""),
+OURS = {
+    "[]": "allreduce_hook",
+    "[fp16]": "fp16_compress_hook",
+    "[bf16]": "bf16_compress_hook",
+    "[int8]": "quantization_pertensor_hook",
+    f"[{{powersgd: {{rank: {RANK}}}}}]": "powerSGD_hook",
+    "[shared_memory]": "",
 }
-"""Ours, and the one of torch's that sends the same."""
+"""Ours, as in a pipeline file, and the one of torch's that sends the same."""
 
 
 class Replica:
@@ -80,7 +81,7 @@ class Replica:
             state, hook = TORCH[name]
             self.model.register_comm_hook(state(), hook)
         elif name in OURS:
-            ddprun_hooks.register(self.model, OURS[name][0])
+            ddprun_hooks.register(self.model, yaml.safe_load(name))
         self._optimizer = torch.optim.SGD(self.model.parameters(), 1e-3)
 
     def step(self, batch: torch.Tensor) -> None:
@@ -167,7 +168,7 @@ def show(layout: str, ranks: int, rounds: int, steps: int) -> None:
         step_ms = 1000 * median(seconds for seconds, _ in found[name])
         size = median(sent for _, sent in found[name]) / ranks / (1e6 * GRADIENT_MB)
         cells = ["1" if name == PLAIN else shown(ratio(name, PLAIN)), ""]
-        if name in OURS and (theirs := OURS[name][1]) in found:
+        if name in OURS and (theirs := OURS[name]) in found:
             against = ratio(name, theirs)
             cells[1] = shown(against)
             if against[2] < 1:
