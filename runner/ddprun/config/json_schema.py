@@ -87,7 +87,6 @@ def _stage_schema(stage: type[Stage], definitions: dict[str, Schema]) -> Schema:
         schema["oneOf"] = [
             {"required": [key], "properties": {key: {"type": "integer"}}} for key in ("steps", "epochs")
         ]
-        schema["required"] = []  # for `_choice_schema`: the bare name is not enough
     return schema
 
 
@@ -117,21 +116,18 @@ def _with_keys_beside(kind: str, definitions: Mapping[str, Schema], keys: Mappin
 
 
 def _choice_schema(options: dict[str, Schema], dotted: bool = False) -> Schema:
-    """`name` or `name: {options}`; a name whose options are required needs them."""
-    bare = [name for name, schema in options.items() if "required" not in schema]
+    """`name` or `name: {options}`; a name that needs options does not stand alone."""
+    bare = [name for name, schema in options.items() if not {"required", "oneOf"} & schema.keys()]
     mapping: Schema = {
         "type": "object",
         "properties": {
-            name: schema if "required" in schema else {"anyOf": [schema, {"type": "null"}]}
+            name: {"anyOf": [schema, {"type": "null"}]} if name in bare else schema
             for name, schema in options.items()
         },
         "additionalProperties": False,
         "minProperties": 1,
         "maxProperties": 1,
     }
-    for schema in options.values():
-        if schema.get("required") == []:
-            del schema["required"]
     if dotted:
         mapping["patternProperties"] = {DOTTED_NAME_PATTERN: {"type": ["object", "null"]}}
     alternatives: list[Schema] = [{"enum": bare}] if bare else []
