@@ -27,7 +27,7 @@ def cnn(*, channels: Sequence[int], inputs: Sequence[int], outputs: int) -> nn.M
     running statistics make it the model whose buffers change.
     """
     layers: list[nn.Module] = []
-    for fan_in, fan_out in zip([inputs[0], *channels], channels, strict=False):
+    for fan_in, fan_out in pairwise([inputs[0], *channels]):
         layers += [nn.Conv2d(fan_in, fan_out, 3, padding=1, bias=False), nn.BatchNorm2d(fan_out), nn.ReLU()]
     layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels[-1], outputs)]
     return nn.Sequential(*layers)
