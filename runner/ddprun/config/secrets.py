@@ -103,10 +103,10 @@ def secret_or_reference_problem(found: PipelineString) -> tuple[str, str] | None
         if is_secret_name(name) and not found.has_secret_key_name:
             problem = f"{name} has the name of a secret, so only an option with such a name may hold it"
             return problem, "such as password or api_token"
-        allowed = os.environ.get(FILLED_VARIABLE, "").split(",")
-        if TRUST_VARIABLE in os.environ and name not in map(str.strip, allowed):
+        allowed = [one.strip() for one in os.environ.get(FILLED_VARIABLE, "").split(",")]
+        if TRUST_VARIABLE in os.environ and name not in allowed:
             problem = f"{name} is not filled in: {TRUST_VARIABLE} is set, and {FILLED_VARIABLE} lacks it"
-            names = ",".join([*filter(None, map(str.strip, allowed)), name])
+            names = ",".join([*filter(None, allowed), name])
             return problem, f"if the pipeline may have its value, set {FILLED_VARIABLE}={names}"
     return None
 
