@@ -212,7 +212,7 @@ def _parameters_equal_after(pipeline: Pipeline, stage: StepStage, *, before: boo
         return True
     if not settings.updates_weights and settings.mutate is None:
         return before
-    sent = settings.plan.period == 1 and all(hook.name != "noop" for hook in settings.hooks)
+    sent = settings.plan.period == 1 and not settings.uses_noop
     return sent and (settings.mutate is None or isinstance(stage, ForwardStage))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ddprun.config import signatures
-from ddprun.config.built_ins import Cnn, Mlp, Synthetic, TextData, Transformer, WeightByTargets
+from ddprun.config.built_ins import Cnn, Digits, Mlp, Synthetic, TextData, Transformer, WeightByTargets
 from ddprun.config.checks.registry import (
     KeyConflict,
     accumulation_text,
@@ -66,7 +66,7 @@ def _check_model_fits(pipeline: Pipeline, data: Choice) -> Iterator[KeyConflict]
 
 def _sample_shape_and_is_tokens(data: Choice) -> tuple[tuple[int, ...] | None, bool]:
     """Shape of a built-in's samples and whether they are tokens; no shape for what is not built in."""
-    if data.name == "digits" and data.settings:
+    if isinstance(data.settings, Digits):
         return (1, 8, 8), False
     if isinstance(data.settings, TextData):
         return (data.settings.context,), True
@@ -78,14 +78,14 @@ def _sample_shape_and_is_tokens(data: Choice) -> tuple[tuple[int, ...] | None, b
 @register_check("model", "data", "loss")
 def _outputs_for_every_class(pipeline: Pipeline) -> Iterator[KeyConflict]:
     model, data = pipeline.model.settings, pipeline.train_data()
-    classes = 10 if data.name == "digits" and data.settings else None
+    classes = 10 if isinstance(data.settings, Digits) else None
     if isinstance(data.settings, Synthetic) and data.settings.dtype != "int64":
         classes = data.settings.classes
     by_class = pipeline.loss.name in ("CrossEntropyLoss", "NLLLoss", "MultiMarginLoss")
     if isinstance(model, (Mlp, Cnn)) and classes and model.outputs < classes and by_class:
         text = f'"outputs: {model.outputs}" clashes with "data: {data.name}", which has {classes} classes'
         yield KeyConflict(f"model.{pipeline.model.name}.outputs", text, f"at least {classes}")
-    if isinstance(model, Transformer) and data.name == "text" and data.settings and model.vocabulary < 256:
+    if isinstance(model, Transformer) and isinstance(data.settings, TextData) and model.vocabulary < 256:
         text = f'"vocabulary: {model.vocabulary}" clashes with "data: text", whose tokens are bytes'
         yield KeyConflict("model.transformer.vocabulary", text, "at least 256")
 
