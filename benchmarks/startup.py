@@ -11,13 +11,13 @@ that it has started and waited for.
 
 import os
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
+from typing import NamedTuple
 
 from benchmarks.page import ROOT, argument_parser, print_head, print_row
 
@@ -54,8 +54,7 @@ os._exit(0)  # as ddprun does: torch's threads may abort an interpreter that is 
 """
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """One run of a command."""
 
     wall_s: float
@@ -117,16 +116,14 @@ def main() -> None:
                 measured[label].append(measure(chosen[label], number))
     print_head(["command", "time (s)", "min to max (s)", "CPU time (s)", "peak memory (MiB)"])
     for label, runs in measured.items():
-        walls = sorted(run.wall_s for run in runs)
-        middle = [
-            statistics.median(values) for values in zip(*((r.cpu_s, r.peak_mib) for r in runs), strict=True)
-        ]
-        cells = [label, f"{statistics.median(walls):.3f}", f"{walls[0]:.3f} to {walls[-1]:.3f}"]
-        print_row([*cells, f"{middle[0]:.3f}", f"{middle[1]:.0f}"])
+        walls = [run.wall_s for run in runs]
+        wall_s, cpu_s, peak_mib = map(median, zip(*runs, strict=True))
+        cells = [label, f"{wall_s:.3f}", f"{min(walls):.3f} to {max(walls):.3f}"]
+        print_row([*cells, f"{cpu_s:.3f}", f"{peak_mib:.0f}"])
     slow = [
         label
         for label, runs in measured.items()
-        if label.startswith("`ddprun") and statistics.median(run.wall_s for run in runs) > SOON_S
+        if label.startswith("`ddprun") and median(run.wall_s for run in runs) > SOON_S
     ]
     told = f"These commands miss it: {', '.join(slow)}." if slow else "All of them reach it."
     rounds = f"The values are medians of {asked.rounds} rounds."
