@@ -127,7 +127,7 @@ def doctor_report(folder: Path, link: Link) -> Path:
     """Have `ddprun doctor` measure a link between two hosts; gives its report, a new file in `folder`."""
     words = ("doctor", "--format=json", *_RENDEZVOUS)
     with hosts(HOSTS) as made, link.between(made), contextlib.ExitStack() as stack:
-        running = [stack.enter_context(Running(*words, cwd=folder, prefix=host.prefix())) for host in made]
+        running = [stack.enter_context(Running(*words, cwd=folder, host=host, fresh=True)) for host in made]
         finished = [one.wait(TIMEOUT_S) for one in running]
     file = folder / f"link-{link.mbit:g}.json"
     file.write_text(finished[0].stdout)
