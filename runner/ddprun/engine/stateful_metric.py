@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-import msgspec
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
@@ -22,6 +21,8 @@ from ddprun.config import PipelineError
 from ddprun.engine.data import ErrorFactory
 from ddprun.engine.objective import ForwardResult, describe_call
 from ddprun_hooks.comm.control import ControlChannel
+
+_TREE_LENGTH_BYTES = 8
 
 
 class StatefulMetric:
@@ -92,21 +93,18 @@ class StatefulMetric:
         return {"state": dict(own.state_dict() if hasattr(own, "state_dict") else vars(own))}
 
     def _encode_state(self) -> bytes:
-        """State as bytes, without pickling: its JSON tree, and its tensors."""
+        """State as bytes, without pickling: the length of its JSON tree, the tree, and its tensors."""
         try:
             encoded = encode(self._state())
         except UnstorableError as error:
             allowed = "a state is made of tensors, numbers, text, lists and mappings"
             raise self._make_error(f"a rank's state cannot be sent: {error}", allowed) from None
-        return msgspec.msgpack.encode((json.dumps(encoded.tree), save(encoded.tensors)))
+        tree = json.dumps(encoded.tree).encode()
+        return len(tree).to_bytes(_TREE_LENGTH_BYTES, "little") + tree + save(encoded.tensors)
 
     def _merge_states(self, encoded: Sequence[bytes]) -> Any:
         """A metric with what ranks have accumulated, of their states in rank order."""
-        states = []
-        for data in encoded:
-            tree, saved = msgspec.msgpack.decode(data, type=tuple[str, bytes])
-            tensors = {name: tensor.to(self._device) for name, tensor in load(saved).items()}
-            states.append(decode(json.loads(tree), tensors))
+        states = [_decode_state(data, self._device) for data in encoded]
         first, *others = (self._new_metric() for _ in states)
         parts = _torchmetrics_parts(first)
         if parts is None:
@@ -143,3 +141,10 @@ def _torchmetrics_parts(metric: Any) -> list[Any] | None:
     if not hasattr(metric, "_reductions"):
         return None
     return [part for part in metric.modules() if hasattr(part, "_reductions")]
+
+
+def _decode_state(data: bytes, device: torch.device) -> dict[str, Any]:
+    """The state of `_encode_state`."""
+    end = _TREE_LENGTH_BYTES + int.from_bytes(data[:_TREE_LENGTH_BYTES], "little")
+    tensors = {name: tensor.to(device) for name, tensor in load(data[end:]).items()}
+    return decode(json.loads(data[_TREE_LENGTH_BYTES:end]), tensors)
