@@ -56,8 +56,8 @@ PARTS = [
         "overhead",
         "steps of ddprun, a hand-written loop, Accelerate, Lightning",
         "overhead",
-        "--model small --data own --seconds 9",
-        1800,
+        "--model small --data own --seconds 9 --starts 1",
+        5400,
     ),
     Part("hooks", "ddprun's hooks and torch's hooks", "torch_hooks", "--rounds 3 --steps 2", 900),
     Part(

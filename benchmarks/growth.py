@@ -12,6 +12,7 @@ Every step and bucket is recorded. Prints a Markdown table.
 
 import itertools
 import json
+import os
 import random
 import signal
 import sys
@@ -123,8 +124,9 @@ class Grown(Loop):
 
 
 def ranks_of(launcher: psutil.Process) -> list[psutil.Process]:
-    """The processes that a launcher has started."""
-    return [one for one in launcher.children() if one.status() != psutil.STATUS_ZOMBIE]
+    """The ranks that a launcher has started: a rank leads a session, what forks ranks does not."""
+    alive = [one for one in launcher.children() if one.status() != psutil.STATUS_ZOMBIE]
+    return [one for one in alive if os.getsid(one.pid) == one.pid]
 
 
 def by_hand(hidden: Sequence[int], bucket_cap_mb: float, times: Times) -> None:

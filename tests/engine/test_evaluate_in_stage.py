@@ -36,6 +36,10 @@ class Blocking(Samples):
 
 def flat(output, target):
     return 1.0
+
+
+def never_a_number(output, target):
+    return float("nan")
 """
 PIPELINE = """
 model: MODEL
@@ -178,12 +182,16 @@ def test_best_and_early_stop_are_agreed_and_survive_a_kill(tmp_path: Path) -> No
     assert summary(broken / "run")["steps"] == 25, "a stage that has stopped early does not go on"
 
 
-def test_a_resumed_stage_that_stops_by_another_metric_begins_to_count_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize("before", ["flat", "never_a_number"])
+def test_a_resumed_stage_that_stops_by_another_metric_begins_to_count_anew(
+    tmp_path: Path, before: str
+) -> None:
     """The first has not improved for as long as `patience` allows; the run then goes by the loss."""
     text = STOPPED.replace("steps: 60", "steps: 10").replace("patience: 4", "patience: 1")
-    assert summary(launch(tmp_path, text, 2))["stages"][0]["stopped_early"]
+    text = text.replace("flat", before)
+    launch(tmp_path, text, 2)
     text = text.replace("steps: 10", "steps: 15").replace(
-        "{metric: flat, mode: max", "{metric: loss, mode: min"
+        f"{{metric: {before}, mode: max", "{metric: loss, mode: min"
     )
     (stage,) = summary(launch(tmp_path, text, 2))["stages"]
     assert (stage["steps"], stage["best"]["metric"]) == (15, "loss")

@@ -113,6 +113,7 @@ CHANGES: dict[str, Callable[[RunState], object]] = {
     "results.evaluated_step": lambda state: setattr(state.results, "evaluated_step", 3),
     "results.kept": lambda state: setattr(state.results, "kept", BEST),
     "results.best": lambda state: setattr(state.results, "best", BEST),
+    "results.stop_metric": lambda state: setattr(state.results, "stop_metric", "accuracy"),
     "results.since_best": lambda state: setattr(state.results, "since_best", 2),
     "results.last_audit": lambda state: setattr(state.results, "last_audit", AUDIT),
     "results.farthest_apart": lambda state: setattr(state.results, "farthest_apart", 0.5),

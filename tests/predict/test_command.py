@@ -207,7 +207,7 @@ def test_a_short_run_that_fails_is_told_with_its_last_words(
     (tmp_path / "good.yaml").write_text(text.replace("batch_size: 8", "batch_size: 8, shuffle: false"))
     assert main(["explain", "good.yaml", "--link=1Gbit"]) == 1
     error = capsys.readouterr().err
-    assert "warning: the link is between hosts, and there is one: it has no effect" in error
+    assert "warning: a link between hosts has no effect, since there is one host" in error
     assert "the short run in runs/explain/" in error
     assert "failed with exit code 1" in error
     assert "sample 100 is torn" in error

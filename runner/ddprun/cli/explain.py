@@ -90,7 +90,7 @@ def explain(
 
         check_predictable(loaded.pipeline)
     if links.across.takes_time and not sweep and (nnodes or loaded.pipeline.launch.host_range[1]) == 1:
-        say("warning: the link is between hosts, and there is one: it has no effect (set more with --nnodes)")
+        say("warning: a link between hosts has no effect, since there is one host: set more with --nnodes")
     loaded.check_environment()
     printing.print_faults(loaded.warnings)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what matters comes as an error

@@ -172,14 +172,15 @@ class Results(BaseModel, strict=True):
     metrics: dict[str, float] | None = None  # of the last evaluation
     evaluated_step: int = -1  # of the run, after which the last evaluation inside a stage was
     kept: Best | None = None  # whose weights `keep_best` has written to the run folder's best.safetensors
-    best: Best | None = None  # of the stage that runs, by the metric of `stop`
+    stop_metric: str | None = None  # of `stop` of the stage that runs
+    best: Best | None = None  # of that stage, by this metric
     since_best: NonNegativeInt = 0  # evaluations of that stage since then
     last_audit: AuditResult | None = None
     farthest_apart: float = 0.0  # the largest difference between two ranks that an audit has seen
 
-    def begin_stage(self) -> None:
+    def begin_stage(self, stop_metric: str | None) -> None:
         """A stage begins, or a resumed one goes by another metric: `kept` stays, since the file does."""
-        self.best, self.since_best = None, 0
+        self.stop_metric, self.best, self.since_best = stop_metric, None, 0
 
 
 @dataclass(slots=True)
