@@ -146,7 +146,7 @@ class RankWatchdog(CollectiveObserver):
     suspended_us: int = 0  # time that did not count because this process was stopped
     device: torch.device | None = None  # the GPU of this rank, once it is chosen
     status_page: StatusPage = field(init=False)
-    set_phase: Callable[..., None] = field(init=False)  # the status page's
+    set_phase: Callable[..., None] = field(init=False)  # `StatusPage.set_phase`, called five times a step
     _sequences: list[WatchedSequence] = field(default_factory=list)
     _training_thread: int = field(default_factory=threading.get_ident)
     _closed: threading.Event = field(default_factory=threading.Event)
