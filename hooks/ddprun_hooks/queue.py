@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,12 +36,11 @@ from ddprun_hooks.comm.observer import CollectiveHandle
 from ddprun_hooks.comm.trace import BucketTrace, CollectiveTrace, HookSpan, now_us
 from ddprun_hooks.errors import ExchangeError, fail_future
 from ddprun_hooks.payload import Payload, dtype_name
-from ddprun_hooks.stack import Stack
+from ddprun_hooks.stack import Stack, StackRun
 
 _STREAM_COUNT = 4  # of a queue on a GPU: as many buckets are under way beside each other
 
 _CompletionCallback = Callable[[Future[Any]], Tensor | BaseException]
-HookRun = Coroutine[Any, Any, Tensor]  # takes and gives what `next_collective` does
 
 
 class HostCommQueue:
@@ -162,9 +161,10 @@ class HostCommQueue:
         """Run a bucket's hooks to their next collective, or (None) to the end: the mean is in the payload."""
         start, trace = now_us(), bucket.trace
         collective = next_collective(bucket.run, result, bucket.payload, bucket.stack)
-        on_training_thread = threading.get_ident() == self._training_thread
-        phase = "encode" if collective is not None else "decode"
-        trace.spans.append(HookSpan(start, now_us(), phase, on_training_thread))
+        if bucket.stack.names:  # plain all-reduce works on the wire alone
+            on_training_thread = threading.get_ident() == self._training_thread
+            phase = "encode" if collective is not None else "decode"
+            trace.spans.append(HookSpan(start, now_us(), phase, on_training_thread))
         if collective is None:
             trace.done = now_us()
         return collective
@@ -254,7 +254,7 @@ class _BucketInFlight:
     payload: Payload
     stack: Stack
     trace: BucketTrace[int]
-    run: HookRun
+    run: StackRun
     future: Future[Tensor] = field(init=False)  # of one that is not sent at once
     issued: dict[str, int] = field(default_factory=partial(defaultdict, int))  # collectives so far, by group
     requested_collective: CollectiveRequest | None = None  # asked for, not yet issued
@@ -316,7 +316,7 @@ class StreamQueue:
         stream: torch.cuda.Stream,
     ) -> None:
         gpu, detailed, issued = self._gpu, self.detailed_timing, Counter[str]()
-        with_spans = detailed and bool(stack.names)  # plain all-reduce works on the wire alone
+        with_spans = detailed and bool(stack.names)
         run = stack.run(payload, group)
         result: Tensor | None = None
         start = gpu.record_timestamp(stream) if with_spans else trace.ready
@@ -391,7 +391,7 @@ def check_rounds(collective: CollectiveRequest, round_index: int, available: int
 
 
 def next_collective(
-    run: HookRun, result: Tensor | None, payload: Payload, stack: Stack
+    run: StackRun, result: Tensor | None, payload: Payload, stack: Stack
 ) -> CollectiveRequest | None:
     """Run a payload's hooks, with the result of their last collective, up to the next, or (None) to their
     end: the mean is in the payload's memory. Raises ExchangeError if a hook awaits anything else, or its mean

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Coroutine, Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from ddprun_hooks.comm.communicator import Communicator
-from ddprun_hooks.comm.groups import GroupRequirements, RankGroup
+from ddprun_hooks.comm.groups import CollectiveRequest, GroupRequirements, RankGroup
 from ddprun_hooks.config import grammar
 from ddprun_hooks.ddp_comm_hook import DdpCommHook
 from ddprun_hooks.errors import HookSetupError
 from ddprun_hooks.hook import FunctionHook, Hook, not_async_message
 from ddprun_hooks.payload import ParamSlice, Payload
+
+StackRun = Coroutine[CollectiveRequest, Any, Tensor] | Generator[CollectiveRequest, Any, Tensor]
+"""A payload's way through a stack: yields each collective, takes its result, and returns the mean."""
 
 
 class AllReduce(Hook):
@@ -86,7 +89,13 @@ class Stack:
             for stack in hook.inner_stacks().values():
                 yield from stack.named_hooks()
 
-    async def run(self, payload: Payload, group: RankGroup, depth: int = 0) -> Tensor:
+    def run(self, payload: Payload, group: RankGroup) -> StackRun:
+        """`carry`, for a queue to drive. Without hooks it is the all-reduce alone, in one frame, not five."""
+        if not self.names:
+            return CollectiveRequest(group, "all_reduce", payload.tensor, payload.tensor).__await__()
+        return self.carry(payload, group)
+
+    async def carry(self, payload: Payload, group: RankGroup, depth: int = 0) -> Tensor:
         """Carry `payload` through the hooks from `depth` on; gives the mean over the ranks of `group`."""
         if depth == len(self.hooks):
             raise HookSetupError(f'"{self.names[-1]}" is a reducer: nothing follows that could reduce for it')
@@ -100,7 +109,7 @@ class Stack:
                 if same and compression_error is None:
                     compression_error = payload.compression_error
             onward = replace(payload, tensor=tensor, params=params, compression_error=compression_error)
-            return self.run(onward, group, depth + 1)
+            return self.carry(onward, group, depth + 1)
 
         result: Any = self.hooks[depth](payload, Communicator(group, rest))
         if not hasattr(result, "__await__"):

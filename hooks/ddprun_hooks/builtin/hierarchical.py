@@ -54,7 +54,7 @@ class Hierarchical(Hook):
                 params=shard_params,
                 compression_error=None if error is None else error[start : start + part.numel()],
             )
-            part = await self.across.run(share, across.group)
+            part = await self.across.carry(share, across.group)
         if within.size == 1:
             return part
         total = await within.all_gather(part.to(wire_dtype), sizes)

@@ -97,7 +97,6 @@ class Feed:
         self.sharded, self._workers = loader.sharded, loader.workers
         self._share = SampleShard(self.rank, self.world_size, loader.sharded)
         self.set_shares(())
-        self._loader_options: dict[str, Any] = {"pin_memory": self.pin, **dataloader_options(loader.workers)}
         self.epoch = 0  # an epoch that is used up is left when the next step is asked for
         self._consumed_samples = 0  # samples of the epoch, of all ranks, as if every rank's batches were full
         self._order: tuple[int, list[int]] | None = None  # an epoch, and the order of its samples
@@ -286,14 +285,8 @@ class Feed:
                 for mine in self._share.batches(self._indices_read(order, start, size)):
                     yield mine or self._padding_indices(order, start), len(mine)
 
-        batches = iter(
-            DataLoader(
-                BatchDataset(self.dataset, self._loading_seed() if self._workers else None, self.collate),
-                sampler=indices_of_batches(),
-                generator=self._loading_generator(),
-                **self._loader_options,
-            )
-        )
+        seed = self._loading_seed() if self._workers else None
+        batches = self._load(BatchDataset(self.dataset, seed, self.collate), indices_of_batches())
         for step in self._plan_steps(consumed, accumulate):
             total = sum(self._global_micro_batch_size(start, size) for start, size in step)
             count = sum(len(self._share.batches(range(size))) for _, size in step)
@@ -417,11 +410,12 @@ class Feed:
         sizes = [size // self.world_size for size in self._sizes] if self.sharded else self._sizes
         drop_last = self.drop_last and not self.sharded and len(sizes) == 1
         share = _RankShareDataset(samples, sizes, self._share, skip, already_read, drop_last, self.collate)
-        return iter(DataLoader(share, generator=self._loading_generator(), **self._loader_options))
+        return self._load(share, None)
 
-    def _loading_generator(self) -> torch.Generator:
-        """Seeds the loading processes, so that iterating draws nothing from torch's own generator."""
-        return torch.Generator().manual_seed(self._loading_seed())
+    def _load(self, dataset: Dataset[Any], sampler: Iterable[Any] | None) -> Iterator[Any]:
+        # A generator of its own, so that iterating draws nothing from torch's.
+        generator = torch.Generator().manual_seed(self._loading_seed())
+        return load_batches(dataset, sampler, self._workers, generator, pin=self.pin)
 
     def _loading_seed(self) -> int:
         return (self.seed + self.epoch) * self.world_size + self.rank
@@ -563,14 +557,30 @@ def global_micro_batch_sizes(loader: Loader, ranks: int) -> list[int]:
     return [len(range(micro, loader.global_batch, count)) for micro in range(count)]
 
 
-def dataloader_options(workers: int) -> dict[str, Any]:
-    """Settings of a DataLoader whose dataset makes batches itself, in so many processes."""
-    return {
-        "batch_size": None,
-        "collate_fn": _identity_collate,
-        "num_workers": workers,
-        "worker_init_fn": _kill_worker_on_rank_exit,
-    }
+def load_batches(
+    dataset: Dataset[Any],
+    sampler: Iterable[Any] | None,
+    workers: int,
+    generator: torch.Generator,
+    *,
+    pin: bool,
+) -> Iterator[Any]:
+    """The batches that `dataset` makes of what `sampler` yields; those of an iterable one, without a sampler.
+    `generator` seeds the `workers`, processes that make them; 0: this one does.
+    """
+    if not workers and not pin:  # as a DataLoader, without the 25 calls it makes for each batch
+        return iter(dataset) if sampler is None else map(dataset.__getitem__, sampler)
+    loader = DataLoader(
+        dataset,
+        batch_size=None,
+        sampler=sampler,
+        num_workers=workers,
+        collate_fn=_identity_collate,
+        worker_init_fn=_kill_worker_on_rank_exit,
+        pin_memory=pin,
+        generator=generator,
+    )
+    return iter(loader)
 
 
 def _identity_collate(batch: Any) -> Any:

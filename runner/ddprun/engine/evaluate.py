@@ -11,7 +11,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from ddprun.config import BEST_FILE, Choice, EarlyStop, EvaluateStage, KeepBest, Stage, metric_names
 from ddprun.config.checks.model_and_data import find_evaluations
@@ -19,7 +18,7 @@ from ddprun.config.choices import RESERVED_METRIC_NAMES
 from ddprun.config.stages import StageEvaluation
 from ddprun.engine import build, seeding
 from ddprun.engine.build import HeldOutData
-from ddprun.engine.data import BatchDataset, ErrorFactory, all_gather_number, dataloader_options, is_iterable
+from ddprun.engine.data import BatchDataset, ErrorFactory, all_gather_number, is_iterable, load_batches
 from ddprun.engine.objective import ForwardResult
 from ddprun.engine.samples import batch_or_raise, collate, describe_tensor, digest_of
 from ddprun.engine.save import saved_step, write_weights_and_pipeline
@@ -390,13 +389,9 @@ def _map_style_batches(session: Session, held_out: HeldOutData) -> Iterator[tupl
     rank, ranks = runtime.ranks.rank, runtime.ranks.size
     _require_equal_data(session, held_out, len(dataset), ())  # which may have grown
     passes = passes_of_rank(range(len(dataset)), loader.batch_size, rank, ranks)
-    yield from DataLoader(
-        BatchDataset(dataset, None, held_out.collate),
-        sampler=[(list(batch), count) for batch, count in passes],
-        generator=torch.Generator(),
-        pin_memory=runtime.device.type == "cuda",
-        **dataloader_options(loader.workers),
-    )
+    samples, sampler = BatchDataset(dataset, None, held_out.collate), ((list(one), n) for one, n in passes)
+    pin = runtime.device.type == "cuda"
+    yield from load_batches(samples, sampler, loader.workers, torch.Generator(), pin=pin)
 
 
 def _iterable_batches(session: Session, held_out: HeldOutData) -> Iterator[tuple[Any, int]]:

@@ -366,8 +366,18 @@ def optimizer_step(
         reason, step = "a gradient is not finite", run.session.state.current_step
         events = run.session.reporter.events
         events.warning("step_skipped", step=step, reason=reason, rank=runtime.ranks.rank)
-    optimizer.zero_grad(set_to_none=True)
+    drop_gradients(optimizer)
     return Update(applied, norm, group_norms)
+
+
+def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """What `zero_grad` does, without the profiler's range around it, which takes most of its time."""
+    if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
+        optimizer.zero_grad(set_to_none=True)
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = None
 
 
 def note_update(run: StageRun, updates: Sequence[Update]) -> None:

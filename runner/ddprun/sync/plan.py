@@ -311,6 +311,8 @@ class PlanProgress:
     def after_step(self, step: int) -> tuple[DueTransfers, Effect]:
         """Advance by a step of the optimizer; gives also the effect on the ranks' parameters."""
         transfers = self.plan.transfers
+        if not transfers:
+            return DueTransfers((), ()), self._effect(())
         self.steps_since_start = [steps + 1 for steps in self.steps_since_start]
         finishing = [index for index, one in enumerate(transfers) if one.delay and one.is_applied_after(step)]
         starting = [index for index, one in enumerate(transfers) if one.starts_after(step)]
@@ -371,7 +373,7 @@ class ReplicaConsistency:
     def apply_effect(self, effect: Effect, plan: SyncPlan, *, noop: bool) -> None:
         """A step or stage had this effect on the parameters; `noop`: hooks return each rank's own."""
         noop = noop and plan.uses_hooks
-        state_is_averaged = any(one.what == "optimizer" and one.among == "all" for one in plan.transfers)
+        state_averages = (one.what == "optimizer" and one.among == "all" for one in plan.transfers)
         if noop and effect != "nothing":
             self.parameters = "apart"
         elif effect == "hosts_apart":
@@ -380,7 +382,7 @@ class ReplicaConsistency:
             self.parameters = effect
         if noop and plan.gradients:
             self.parameters = self.optimizer = "apart"
-        elif effect == "common" and state_is_averaged and not noop:
+        elif effect == "common" and not noop and any(state_averages):
             self.optimizer = "common"
         elif plan.gradients != "all" or self.parameters != "common":
             self.optimizer = "apart"  # weight decay makes momentum of weights
