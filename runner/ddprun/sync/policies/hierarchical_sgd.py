@@ -10,7 +10,7 @@ from ddprun.sync.plan import OptimizerStateMode, StageFacts, SyncPlan, SyncPolic
 
 
 class HierarchicalSgd(SyncPolicy):
-    """One period for the ranks of a host, a longer one for all (post-local SGD, Lin et al. 2018,
+    """One period for the ranks of a host, a longer one for all (hierarchical local SGD, Lin et al. 2018,
     arXiv:1808.07217).
     """
 
