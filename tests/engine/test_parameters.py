@@ -13,14 +13,12 @@ from torch.utils.data import default_collate
 
 from ddprun.checkpoint.codec import write_tensors
 from ddprun.config import PipelineError, load
-from ddprun.config.built_ins import Cnn, Mlp, Transformer
 from ddprun.engine import build
 from ddprun.engine.optimizers import build_optimizer
 from ddprun.engine.turns import build_turns
 from ddprun.engine.weights import load_weights
 from ddprun.engine.worker import run_worker
 from ddprun.host.pipeline_folder import prepare_imports
-from ddprun.zoo.models import MODELS
 from tests.engine.running import events, run_pipeline, summary, weights
 from tests.ranks import as_processes, ddprun_here
 
@@ -150,22 +148,6 @@ def test_a_pattern_without_a_parameter_is_a_fault(folder: Path, more: str, path:
     found = fault(folder, more)
     assert (found.path, found.line) == (path, 9)
     assert problem in found.problem
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        Mlp(inputs=64, outputs=10),
-        Mlp(inputs=64, hidden=(6, 5), outputs=10),
-        Cnn(channels=(4,)),
-        Cnn(),
-        Transformer(width=8, layers=3),
-    ],
-)
-def test_check_knows_the_names_of_built_in_models(model: Mlp | Cnn | Transformer) -> None:
-    """All of them, in the model's order: `check` judges patterns by these, without torch."""
-    made = MODELS[type(model).__name__.lower()](**model.model_dump())
-    assert model.parameter_names() == [name for name, _ in made.named_parameters()]
 
 
 GROUPS = """

@@ -3,7 +3,6 @@
 The docstring of a class is its line in `ddprun catalog`, the one under a field its line in the JSON Schema.
 """
 
-from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
@@ -46,9 +45,6 @@ class Mlp(Options):
     activation: Literal["relu", "gelu", "tanh"] = "relu"
     """The activation after each hidden layer."""
 
-    def parameter_names(self) -> list[str]:
-        return _weight_and_bias(f"{2 * index + 1}" for index in range(len(self.hidden) + 1))
-
 
 class Cnn(Options):
     """3x3 convolutions, each with BatchNorm and ReLU, then an average over the image and a linear layer."""
@@ -61,12 +57,6 @@ class Cnn(Options):
 
     outputs: PositiveInt = 10
     """Values per sample that come out: the number of classes."""
-
-    def parameter_names(self) -> list[str]:
-        found, count = list[str](), len(self.channels)
-        for index in range(count):
-            found += [f"{3 * index}.weight", *_weight_and_bias([f"{3 * index + 1}"])]
-        return found + _weight_and_bias([f"{3 * count + 2}"])
 
 
 class Transformer(Options):
@@ -96,15 +86,6 @@ class Transformer(Options):
             text = f"width {self.width} cannot be shared among {self.heads} heads"
             raise problem(text, "width must be a multiple of heads", at="width")
         return self
-
-    def parameter_names(self) -> list[str]:
-        parts = ("attention_norm", "qkv", "out", "feed_forward.0", "feed_forward.1", "feed_forward.3")
-        inside = _weight_and_bias(f"blocks.{block}.{part}" for block in range(self.layers) for part in parts)
-        return ["position", "token.weight", *inside, *_weight_and_bias(["norm"]), "head.weight"]
-
-
-def _weight_and_bias(layers: Iterable[str]) -> list[str]:
-    return [f"{layer}.{name}" for layer in layers for name in ("weight", "bias")]
 
 
 class Digits(Options):

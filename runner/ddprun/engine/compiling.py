@@ -22,8 +22,8 @@ from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters, get_optimize_ddp_mode
 
 from ddprun.config import Compile, LoadedPipeline, PipelineError
-from ddprun.config.patterns import matches
 from ddprun.engine.model_with_loss import model_alone
+from ddprun.engine.weights import matches
 from ddprun.units import abbreviated_list
 
 _MODULES_WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict)

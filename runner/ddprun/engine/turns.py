@@ -12,10 +12,9 @@ from torch.optim import Optimizer
 
 from ddprun.config import LoadedPipeline
 from ddprun.config.checks.model_and_data import find_evaluations
-from ddprun.config.patterns import matches
 from ddprun.engine.data import ErrorFactory
 from ddprun.engine.model_with_loss import model_alone
-from ddprun.engine.weights import matching_parameters, plain_name
+from ddprun.engine.weights import matches, matching_parameters, plain_name
 from ddprun.parallel.ddp import DdpReplica
 from ddprun.sync.buffers import trainable_parameters
 from ddprun.units import abbreviated_list

@@ -3,6 +3,7 @@ exponential moving average (`ema`), which is evaluated and saved in their place.
 """
 
 from collections.abc import Collection, Iterator, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -13,11 +14,15 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ddprun.config import LoadedPipeline, PipelineError, PipelineFault
-from ddprun.config.patterns import matches, pattern_problems
 from ddprun.sync.exchanger import can_be_averaged
 from ddprun.units import abbreviated_list
 
 _COMPILE_PREFIX, _DDP_PREFIX = "_orig_mod.", "module."
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether one of these patterns, as a shell has them, fits a name."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def plain_name(name: str) -> str:
@@ -141,9 +146,13 @@ def matching_parameters(
 ) -> Iterator[Tensor]:
     """The parameters that a pattern matches, those of tied ones by any of their names."""
     named = [(plain_name(name), param) for name, param in model.named_parameters(remove_duplicate=False)]
+    names = [name for name, _ in named]
     faults = [
-        loaded.fault(f"{path}[{index}]", *texts)
-        for index, *texts in pattern_problems(patterns, [name for name, _ in named])
+        loaded.fault(
+            f"{path}[{index}]", f'no parameter is called "{pattern}"', f"there are {abbreviated_list(names)}"
+        )
+        for index, pattern in enumerate(patterns)
+        if not any(matches(name, [pattern]) for name in names)
     ]
     if faults:
         raise PipelineError(faults)

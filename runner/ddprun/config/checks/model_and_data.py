@@ -17,7 +17,6 @@ from ddprun.config.checks.registry import (
     warning,
 )
 from ddprun.config.choices import Choice
-from ddprun.config.patterns import matches, pattern_problems
 from ddprun.config.schema import Pipeline
 from ddprun.config.sections import DataPair, Loader
 from ddprun.config.stages import BEST_FILE, EvaluateStage, SaveStage, StageEvaluation, StepStage, metric_names
@@ -25,7 +24,6 @@ from ddprun.config.tree import format_path
 from ddprun_hooks.config.messages import describe_value, error_message_parts, unknown_option
 
 _LINEAR_LOSS = "LinearCrossEntropyLoss"
-_MAX_COMPARED_NAMES = 100_000  # most names that are compared with patterns: `check` has to stay quick
 
 
 @register_check("model", "data", "stages")
@@ -130,30 +128,6 @@ def _options_of_groups(pipeline: Pipeline) -> Iterator[KeyConflict]:
                         allowed = f"{allowed}; a group with optimizer: others takes those of the other one"
                 path = format_path(("groups", index, *item["loc"]))
                 yield KeyConflict(path, text, allowed, suggestion=near)
-
-
-@register_check("model", "freeze", "groups", "stages")
-def _unmatched_parameter_patterns(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    """Of built-in models the names are known without building them, unless the loss may bring some."""
-    model = pipeline.model.settings
-    freezes = pipeline.frozen_patterns()
-    places: list[tuple[str, tuple[str, ...]]] = [*freezes.items()]
-    places += [(f"groups[{index}].match", group.match) for index, group in enumerate(pipeline.groups)]
-    if not isinstance(model, Mlp | Cnn | Transformer) or not any(patterns for _, patterns in places):
-        return
-    if pipeline.loss.source not in ("built-in", "torch") or pipeline.loss.name == _LINEAR_LOSS:
-        return
-    if isinstance(model, Transformer) and 12 * model.layers > _MAX_COMPARED_NAMES:
-        return
-    names = model.parameter_names()
-    if len(names) * sum(len(patterns) for _, patterns in places) > _MAX_COMPARED_NAMES:
-        return  # the run will see
-    for path, patterns in places:
-        for index, text, allowed in pattern_problems(patterns, names):
-            yield KeyConflict(f"{path}[{index}]", text, allowed)
-    for path, patterns in freezes.items():
-        if all(matches(name, patterns) for name in names):
-            yield KeyConflict(path, "no parameter is left to train", "freeze fewer")
 
 
 @register_check("model", "optimizer")
