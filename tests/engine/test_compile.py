@@ -104,9 +104,8 @@ def fault(wanted: Any) -> str:
 )
 def test_blocks_are_found(pipeline: Any, blocks: str, names: list[str]) -> None:
     """By patterns of their names, their class, or because they repeat; the outermost, never a bare list."""
-    loaded = pipeline(f"{{blocks: {blocks}}}".replace("auto", "[a]"))
-    settings = loaded.pipeline.compile.model_copy(update={"blocks": ("auto",)} if blocks == "auto" else {})
-    assert sorted(select_blocks(loaded, Net(), settings)) == names
+    loaded = pipeline(f"{{blocks: {blocks}}}")
+    assert sorted(select_blocks(loaded, Net(), loaded.pipeline.compile)) == names
 
 
 def test_blocks_that_are_not_there(pipeline: Any) -> None:
@@ -116,8 +115,8 @@ def test_blocks_that_are_not_there(pipeline: Any) -> None:
     assert found.startswith('4:32: compile.blocks[1]: no module or module class is called "block.*"; ')
     assert "there are first, last, " in found
     assert "of the classes Linear, Layer, " in found
-    loaded = pipeline("true")
-    settings = loaded.pipeline.compile.model_copy(update={"blocks": ("auto",)})
+    loaded = pipeline("{blocks: auto}")
+    settings = loaded.pipeline.compile
     mlp = MODELS["mlp"](inputs=64, hidden=[8, 8], outputs=10, activation="relu")
     assert "no block of the model repeats" in fault(lambda: select_blocks(loaded, mlp, settings))
 

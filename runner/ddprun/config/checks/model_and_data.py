@@ -431,16 +431,6 @@ def _sync_batchnorm_on_cpus(pipeline: Pipeline) -> Iterator[KeyConflict]:
         yield KeyConflict("sync_batchnorm", text, "remove one of the two")
 
 
-@register_check("compile", "model")
-def _auto_blocks_without_repeats(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    """Which modules a built-in model has is known without building it, and which of them repeat."""
-    wanted, model = pipeline.compile, pipeline.model
-    if wanted is None or wanted.blocks != ("auto",) or not isinstance(model.settings, Mlp | Cnn):
-        return
-    text = f'"blocks: auto" clashes with "model: {model.name}", in which no block repeats'
-    yield KeyConflict("compile.blocks", text, "write compile: true, or name the modules")
-
-
 @register_check("compile", "launch", "accumulate", "loader", "stages")
 def _cuda_graphs_with_accumulate(pipeline: Pipeline) -> Iterator[KeyConflict]:
     """CUDA graphs keep the first micro-step's gradients, which the next overwrite (H200, torch 2.11)."""
