@@ -273,6 +273,7 @@ def test_a_loaded_state_is_used_by_both(tmp_path: Path) -> None:
 
 FAULTS = [
     ("muon", "", "optimizer.Muon: it takes matrices only, and not embedding.bias"),
+    ("{adamw: {}, others: muon}", "", "optimizer.others.Muon: Muon only supports 2D parameters"),
     ("{muon: {}, others: lbfgs}", "", 'optimizer.others: "LBFGS", which takes a closure'),
     ("{muon: {}, others: {sgd: {nesterov: true}}}", "", 'others.SGD.nesterov: "nesterov: true" needs'),
     ("{muon: {}, others: {two_nets.Own: {}}}", "", "an optimizer that has a state_dict or load_state_dict"),

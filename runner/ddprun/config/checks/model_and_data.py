@@ -130,15 +130,6 @@ def _options_of_groups(pipeline: Pipeline) -> Iterator[KeyConflict]:
                 yield KeyConflict(path, text, allowed, suggestion=near)
 
 
-@register_check("model", "optimizer")
-def _muon_with_biases(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    *first, last = pipeline.optimizer.optimizers()
-    if last == "Muon" and pipeline.model.settings:
-        text = f'"Muon" clashes with "model: {pipeline.model.name}": it takes no biases, only matrices'
-        hint = "name it first" if first else "write others: {adamw: {…}} beside it"
-        yield KeyConflict("optimizer.others" if first else "optimizer", text, hint)
-
-
 @register_check("optimizer")
 def _others_with_closure(pipeline: Pipeline) -> Iterator[KeyConflict]:
     if "LBFGS" in (names := pipeline.optimizer.optimizers()) and len(names) > 1:
