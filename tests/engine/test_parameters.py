@@ -263,7 +263,7 @@ def test_a_group_without_a_parameter_is_a_fault(folder: Path) -> None:
         ("{match: x, lrr: 1}", 'SGD has no option "lrr"; allowed: lr, momentum'),
         ("{match: x, lr: fast}", 'groups[0].lr: expected a number, got "fast" (a string)'),
         ("{match: x}", "a group needs options of its own"),
-        ("{lr: 1}", "expected a group of parameters"),
+        ("{lr: 1}", "groups[0].match: is required"),
         ("{match: [], lr: 1}", "must hold at least 1 item"),
     ],
 )

@@ -284,7 +284,7 @@ FAULTS = [
     ("{muon: {}, others: {adamw: {lrr: 1}}}", "", 'optimizer.others.adamw.lrr: adamw has no option "lrr"'),
     ("{muon: {}, others: adamw, closure: true}", "", "optimizer.closure: two optimizers take no closure"),
     ("adamw", "groups: [{match: '*.bias', optimizer: others}]", 'groups[0].optimizer: "optimizer: others"'),
-    ("adamw", "groups: [{match: '*.bias', optimizer: adam}]", "groups[0].optimizer: expected others"),
+    ("adamw", "groups: [{match: '*.bias', optimizer: adam}]", 'groups[0].optimizer: unknown value "adam"'),
     (BOTH, "groups: [{match: '*', optimizer: others}]", 'no parameter is left for "Muon"'),
     (BOTH, "freeze: ['*bias', 'conv*', 'norm*']", 'no parameter is left for "AdamW"'),
     (BOTH, "groups: [{match: 'body.*', ns_steps: 3}]", 'groups[0]: it has parameters for "AdamW", which'),

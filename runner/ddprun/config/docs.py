@@ -74,7 +74,6 @@ _DEFINITIONS = {
     "update": "an update",
     "weight": "samples or targets or an import path",
     **dict.fromkeys(("transform", "collate", "sampler"), "an import path"),
-    "group": "{match, options of the optimizer}",
 }  # definitions of the pipeline's schema, in words; others are `a` and their name
 _TYPES = {
     "integer": "a whole number",
@@ -97,9 +96,11 @@ def type_words(schema: dict[str, Any], definitions: Mapping[str, Any]) -> str:
     """Describe the JSON Schema of an option in words: `a whole number, at least 1`."""
     if "$ref" in schema:
         found = definitions.get(schema["$ref"].rpartition("/")[2], {})
-        keys = found.get("properties", ())
+        keys = [*found.get("properties", ())]
         if found.get("maxProperties") == 1:
             return " or ".join(f"{{{key}}}" for key in keys)
+        if found.get("additionalProperties"):
+            keys.append("…")
         return f"{{{', '.join(keys)}}}" if keys else "anything"
     if "definition" in schema:
         name = schema["definition"].removeprefix("any_").removeprefix("stage_")

@@ -16,7 +16,6 @@ from ddprun.plugins import CLUSTERS
 Schema = dict[str, Any]
 
 _KEY_SCHEMA: Schema = {"anyOf": [{"type": "string", "minLength": 1}, {"type": "integer"}]}
-_PATTERNS_SCHEMA: Schema = {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1}
 DOTTED_NAME_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)+$"
 
 
@@ -36,15 +35,7 @@ def json_schema() -> Schema:
     parts = {"name": {"type": "string", "minLength": 1}, "output": _KEY_SCHEMA, "target": _KEY_SCHEMA}
     definitions["any_metric"] = _with_keys_beside("metric", definitions, parts)
     stages = {name: _stage_schema(stage, definitions) for name, stage in STAGES.items()}
-    definitions |= {
-        "stage": _choice_schema(stages),
-        "group": {
-            "type": "object",
-            "properties": {"match": {"anyOf": [{"type": "string"}, _PATTERNS_SCHEMA]}},
-            "required": ["match"],
-            "minProperties": 2,
-        },
-    }
+    definitions["stage"] = _choice_schema(stages)
     for name, cluster in CLUSTERS.load_available().items():
         definitions[f"cluster.{name}"] = _model_schema(cluster.Options, definitions)
         text = f"What `ddprun submit --to {name}` asks for."

@@ -9,7 +9,6 @@ from pydantic import BaseModel
 from ddprun.config.choices import Choice
 from ddprun.config.scalars import format_scalar
 from ddprun.config.schema import Pipeline
-from ddprun.config.sections import ParameterGroup
 from ddprun.config.stages import OVERRIDABLE_KEYS, Stage, StepStage
 from ddprun.config.tree import KeyPath, Node, find_nearest, is_choice_path
 from ddprun.plugins import CLUSTERS
@@ -18,13 +17,13 @@ from ddprun.sync.plan import BufferSettings
 
 def to_plain_data(value: Any) -> Any:
     """The value as a file would hold it: mappings, lists and scalars, names in their canonical spelling."""
-    if isinstance(value, (Choice, BufferSettings, ParameterGroup)):
+    if isinstance(value, (Choice, BufferSettings)):
         return to_plain_data(value.to_plain_data())
     if isinstance(value, Stage):
         keys = _keys_to_show(value)
         return {value.name: {key: to_plain_data(getattr(value, key)) for key in keys}} if keys else value.name
     if isinstance(value, BaseModel):
-        found = {key: getattr(value, key) for key in type(value).model_fields}
+        found = {key: getattr(value, key) for key in type(value).model_fields} | (value.model_extra or {})
         # Without its key a built-in cluster backend has its defaults, and an installed one is left out.
         if isinstance(value, Pipeline):
             found |= {key: CLUSTERS.options_model(key)() for key in CLUSTERS.built_in() if found[key] is None}

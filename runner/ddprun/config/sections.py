@@ -1,8 +1,7 @@
 """The sections of a pipeline file: one model for each, a docstring with the unit under each key."""
 
 import re
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, model_validator
 
@@ -95,39 +94,36 @@ def _parse_init(value: Any) -> Init:
 InitField = Annotated[Init, CustomValidator(_parse_init, str | Init)]
 
 
-@dataclass(frozen=True)
-class ParameterGroup:
+class ParameterGroup(Options):
     """Parameters with options of their own."""
 
-    match: tuple[str, ...]  # patterns of their names
-    options: dict[str, Any]  # the optimizer's, as far as they are other ones than those of all parameters
-    others: bool = False  # the optimizer of others updates them
+    model_config = ConfigDict(extra="allow", json_schema_extra={"minProperties": 2})
 
-    def to_plain_data(self) -> dict[str, Any]:
-        optimizer = {"optimizer": "others"} if self.others else {}
-        return {"match": list(self.match), **optimizer, **self.options}
-
-
-class _ParameterPatterns(Options):
     match: OneOrMore
+    """Patterns of the parameters' names."""
+
+    optimizer: Literal["others"] | None = None
+    """`others`: the second optimizer updates them."""
+
+    @model_validator(mode="after")
+    def _has_options(self) -> Self:
+        if not (self.options or self.others):
+            hint = "write {match: pattern, weight_decay: 0}"
+            raise problem("a group needs options of its own", hint, at="match")
+        return self
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The optimizer's, as far as they are other ones than those of all parameters."""
+        return self.model_extra or {}
+
+    @property
+    def others(self) -> bool:
+        """Whether the optimizer of `others` updates them."""
+        return self.optimizer is not None
 
 
-def _parse_parameter_group(value: Any) -> ParameterGroup:
-    if not isinstance(value, dict) or "match" not in value:
-        raise expected("a group of parameters", "write {match: pattern, option: value}")
-    options = {key: option for key, option in value.items() if key != "match"}
-    if not options:
-        hint = "write {match: pattern, weight_decay: 0}"
-        raise problem("a group needs options of its own", hint, at="match")
-    optimizer = options.pop("optimizer", None)
-    if optimizer not in (None, "others"):
-        raise expected("others", "or leave it out", at="optimizer", got=optimizer)
-    match = validate(_ParameterPatterns, {"match": value["match"]}).match
-    return ParameterGroup(match, options, optimizer is not None)
-
-
-_Group = Annotated[ParameterGroup, CustomValidator(_parse_parameter_group, "group")]
-ParameterGroups = Annotated[tuple[_Group, ...], Field(strict=False)]
+ParameterGroups = Annotated[tuple[ParameterGroup, ...], Field(strict=False)]
 
 
 class Replay(Options):
