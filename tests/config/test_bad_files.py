@@ -7,7 +7,7 @@ import jsonschema
 import pytest
 
 from ddprun.config import PipelineError, load
-from ddprun.config.json_schema import json_schema
+from ddprun.config.catalog import json_schema
 from ddprun.config.reader import read_file
 from tests.config import bad
 

@@ -11,9 +11,8 @@ import pytest
 from pydantic import ValidationError
 
 from ddprun.config import signatures
-from ddprun.config.catalog import KINDS, entries_of_kind
+from ddprun.config.catalog import KINDS, entries_of_kind, json_schema
 from ddprun.config.choices import CHOICE_KINDS, parse_choice
-from ddprun.config.json_schema import json_schema
 from ddprun.config.reader import read_file
 from ddprun.config.sections import parse_buffers
 from ddprun.config.stages import OVERRIDABLE_KEYS, STAGES, parse_stage

@@ -9,7 +9,7 @@ import pytest
 
 from ddprun.cli import main
 from ddprun.config import PipelineError, load
-from ddprun.config.json_schema import json_schema
+from ddprun.config.catalog import json_schema
 from ddprun.config.schema import Pipeline, _with_clusters, pipeline_with_cluster_keys
 from ddprun.plugins import CLUSTERS, TRACKERS
 from ddprun_hooks.config import import_path as installing

@@ -10,8 +10,7 @@ import click
 from ddprun import EXIT_SUCCESS
 from ddprun.cli import printing
 from ddprun.cli.run import format_option
-from ddprun.config.catalog import KINDS, entries_named, entries_of_kind
-from ddprun.config.json_schema import json_schema
+from ddprun.config.catalog import KINDS, entries_named, entries_of_kind, json_schema
 from ddprun_hooks.config.messages import closest_match, format_message
 
 _WIDTH = 100
