@@ -200,7 +200,7 @@ def show(
     errors: list[float] = []
     for number, link in enumerate(LINKS):
         latency = f" with {link.one_way_ms:g} ms each way" if link.one_way_ms else ""
-        print(f"\nOver {link.mbit:g} Mbit/s{latency}:\n")
+        print(f"\nOver a link of {link.mbit:g} Mbit/s{latency}:\n")
         heads = ["ms per step", "predicted", "computing", "seconds to plain DDP's loss", "times as fast"]
         print_head(["method", *heads])
         step_s = {method: of_method["seconds"][number] for method, of_method in times.items()}
