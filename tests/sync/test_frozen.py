@@ -122,7 +122,7 @@ def test_a_frozen_parameter_that_changes_is_made_equal_where_ranks_synchronise(t
     assert base[0, 0].item() == -3 / 64 + 1.5 * 5 + 3  # the mean of 0 to 3, and once rank 3's
     assert weights(run)["quantised"].tolist() == list(range(4000))
     sent = [one for one in lines(run, "buckets") if "base.weight" in one["params"] and one["rank"] == 0]
-    assert [one["step"] for one in sent] == [8, 24, 32, 48, 56, 72]
+    assert [one["step"] for one in sent] == [8, 20, 32, 48, 56, 72]
     (found,) = [one for one in events(run) if one["event"] == "frozen_differ"]
     assert found["params"] == ["base.weight"]
 
@@ -160,7 +160,7 @@ def test_an_evaluation_inside_a_stage_measures_their_mean(tmp_path: Path) -> Non
 
 
 def test_a_difference_under_way_and_a_resume_keep_the_bits(tmp_path: Path) -> None:
-    """After six steps each rank has noted its checksums of the fourth; they act on them at the seventh."""
+    """After six steps ranks differ while an exchange is in flight; they become equal at the seventh."""
     stages = "  - train: {steps: 100, sync: {diloco: {every: 4, overlap_steps: 3}}}\n"
     (tmp_path / "p.yaml").write_text(prepared(tmp_path, "{every: 100, at: 2}", stages))
     whole = as_processes(3, unbroken, tmp_path, cwd=tmp_path)

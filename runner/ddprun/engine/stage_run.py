@@ -265,8 +265,7 @@ def execute_action(run: StageRun, action: Action, step: int) -> None:
         case EqualizeState():
             _equalize(session, action)
         case "compare frozen":
-            runtime.frozen.note_checksums()
-            runtime.frozen.equalize_if_different()
+            runtime.frozen.equalize_differing()
         case Audit(recorded, at_end):
             where = f"at the end of {run.stage.path}" if at_end else f"after step {step} of {run.stage.path}"
             audit_parameters(session, where, step, at_end=at_end, recorded=recorded)
@@ -301,8 +300,7 @@ def _equalize(session: Session, action: EqualizeState) -> None:
     match action.what:
         case "parameters":
             exchanger.equalize(runtime.frozen.trainable, "parameters", source)
-            runtime.frozen.note_checksums()
-            runtime.frozen.equalize_if_different(source)
+            runtime.frozen.equalize_differing(source)
         case "optimizer" if source is None:
             average_optimizer_state(runtime.optimizer, exchanger)
         case "optimizer":

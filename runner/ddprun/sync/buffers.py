@@ -214,7 +214,6 @@ class FrozenParameterSync:
         self._everything: dict[str, Tensor] = dict(model.named_parameters())
         self.set_trained_names(trainable_parameters(model))
         self._exchanger, self._control, self._report = exchanger, exchanger.exchange.control, report
-        self.noted_checksums: Sequence[int] = ()  # of this rank's values, which ranks have yet to compare
         self._reported: set[str] = set()
 
     def set_trained_names(self, names: Container[str]) -> None:
@@ -223,20 +222,11 @@ class FrozenParameterSync:
         self.trainable = {name: param for name, param in held if name in names}  # which ranks exchange
         self.parameters = {name: param for name, param in held if name not in names}
 
-    def note_checksums(self) -> None:
-        """Ranks begin to synchronise: `equalize_if_different` compares the values of now."""
-        if self.parameters and self._control.size > 1:
-            self.noted_checksums = checksums(self.parameters.values())
-
-    def equalize_if_different(self, source: int | None = None) -> None:
-        """If the noted checksums differ: parameters that differ now become those of rank `source`, or their
-        mean. Numbers without a mean (quantised weights) are never averaged.
+    def equalize_differing(self, source: int | None = None) -> None:
+        """Parameters that differ between ranks become those of rank `source`, or their mean. Numbers without
+        a mean (quantised weights) are never averaged.
         """
-        noted, self.noted_checksums = [*map(float, self.noted_checksums)], ()
-        if noted:
-            found = self._control.all_gather(noted, "checksums of the frozen parameters")
-            if (found != found[0]).any():
-                self._equalize(self.find_and_report_differing(), source)
+        self._equalize(self.find_and_report_differing(), source)
 
     @contextmanager
     def temporarily_equal(self) -> Iterator[None]:

@@ -75,7 +75,7 @@ class Synchronizer:
 
     def state_dict(self) -> dict[str, Any]:
         """What decides later steps, mid-stage; of this rank. Waits for what is in flight."""
-        state: dict[str, Any] = {"frozen_checksums": list(self.frozen.noted_checksums)}
+        state: dict[str, Any] = {}
         for index, steps in enumerate(self.progress.steps_since_start):
             delta = self._deltas.get(index)
             state[str(index)] = {"since": steps} | (delta.state_dict() if delta else {})
@@ -83,7 +83,6 @@ class Synchronizer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from there; comes after `set_delta_bases`."""
-        self.frozen.noted_checksums = state["frozen_checksums"]
         for index in range(len(self.plan.transfers)):
             own = state[str(index)]
             self.progress.steps_since_start[index] = own["since"]
@@ -119,17 +118,14 @@ class Synchronizer:
                     delta.set_base()  # changes inside a host are counted from what all ranks have now
 
     def _compare_and_equalize_frozen(self, chosen: DueTransfers) -> None:
-        """Note frozen parameters when an exchange of all ranks starts; make them equal when it ends."""
+        """Make frozen parameters equal where an exchange of all ranks is applied."""
         index = self._frozen_check_index
         if index is None:
             return
-        source = self.plan.transfers[index].source
-        if index in chosen.applied:
-            self.frozen.equalize_if_different(source)
-        if index in chosen.started:
-            self.frozen.note_checksums()
-            if chosen.at_end or not self.plan.transfers[index].delay:
-                self.frozen.equalize_if_different(source)
+        transfer = self.plan.transfers[index]
+        applied_at_once = index in chosen.started and (chosen.at_end or not transfer.delay)
+        if index in chosen.applied or applied_at_once:
+            self.frozen.equalize_differing(transfer.source)
 
     def _exchange_without_hooks(self, transfer: Transfer) -> None:
         """Exchange the optimizer's state, or parameters, past all hooks."""
