@@ -21,7 +21,7 @@ from ddprun.telemetry.control_message import OWN_AT, READY_AT, STEPS_AT, US_AT
 from ddprun_hooks.comm.groups import RankGroup
 from tests.checkpoint.runs import MLP, MODULE, asked, final, run
 from tests.engine.running import SAMPLES, events, lines, run_pipeline, run_to_end, summary, weights
-from tests.engine.test_data import Ids, Stream, epoch, feed, ranks_with_workers
+from tests.engine.test_data import Ids, Stream, epoch, feed, on_ranks
 from tests.engine.test_equalities import FP64, NETS, one_process
 from tests.ranks import ddprun
 
@@ -100,7 +100,7 @@ def test_each_sample_counts_once_in_an_epoch_whatever_the_shares(
     kind: type[Ids | Stream], workers: int
 ) -> None:
     """Shares that change between steps, uneven ends, accumulation; every rank knows each step's total."""
-    for of_ranks in zip(*ranks_with_workers(3, balanced_steps, kind, workers), strict=True):
+    for of_ranks in zip(*on_ranks(3, balanced_steps, kind, workers), strict=True):
         (size, drop_last, _), seen = of_ranks[0], list[int]()
         for steps in zip(*(steps for *_, steps in of_ranks), strict=True):
             ids = [i for micros in steps for batch, _ in micros for i in batch]

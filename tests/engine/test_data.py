@@ -103,10 +103,8 @@ def batch_sizes(group: RankGroup, data: Any, **changes: Any) -> list[int]:
     return [len(micro.content[0]) for step in source.steps(3, epochs=1) for micro in step.micro_batches]
 
 
-def ranks_with_workers(size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What `body(group, *arguments)` gives on forked ranks, which may start loading processes: one that is
-    forked while another thread draws would wait for the generator's lock for ever.
-    """
+def on_ranks(size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What `body(group, *arguments)` gives on forked ranks, which may start loading processes."""
     return as_processes(size, _in_group, body, *arguments)
 
 
@@ -129,7 +127,7 @@ def test_batches_of_an_epochs_end_are_one_sample_apart_at_most(
     kind: type[Ids | Stream], workers: int
 ) -> None:
     """Those of ranks without a sample, too, which compute along."""
-    of_ranks = ranks_with_workers(3, sizes_at_epochs_ends, kind, workers)
+    of_ranks = on_ranks(3, sizes_at_epochs_ends, kind, workers)
     for size in of_ranks[0]:
         sizes = [found[size] for found in of_ranks]
         for micro in zip(*sizes, strict=True):
@@ -419,7 +417,7 @@ def test_data_whose_first_samples_loading_processes_do_not_get_is_known(
     kind: Any, anew: bool, sharded: bool
 ) -> None:
     """Not if the data set draws at random from seeded generators, or starts over."""
-    assert ranks_with_workers(1, begins_anew, kind, sharded) == [anew]
+    assert on_ranks(1, begins_anew, kind, sharded) == [anew]
 
 
 def refused(group: RankGroup) -> str:
@@ -430,7 +428,7 @@ def refused(group: RankGroup) -> str:
 
 def test_an_iterator_is_not_shared_by_loading_processes() -> None:
     """Each would read other samples."""
-    (said,) = ranks_with_workers(1, refused)
+    (said,) = on_ranks(1, refused)
     assert "write loader: {workers: 0}, or have its __iter__ start over" in said
 
 
@@ -532,7 +530,7 @@ def seeds_of_gpus(group: RankGroup) -> tuple[bool, list[int]]:
 
 def test_data_that_is_looked_at_leaves_the_generators_of_gpus_alone() -> None:
     """Each rank has seeded its own; they would be equal if looking seeded them."""
-    [(anew, seeds)] = ranks_with_workers(1, seeds_of_gpus)
+    [(anew, seeds)] = on_ranks(1, seeds_of_gpus)
     assert not anew, "it was read a second time"
     assert seeds == []
 
@@ -559,30 +557,32 @@ def test_the_order_of_an_epoch_is_made_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert made == [25, 25]
 
 
+def odd_and_alike(
+    group: RankGroup, kind: type[Part | PartStream], workers: int
+) -> tuple[list[int], list[int]]:
+    same = kind(24, 0, 1) if group.rank < 2 else kind(48, 1, 2)
+    shuffle = kind is Part
+    odd = compare(group, feed(same, group.rank, 3, workers=workers, shuffle=shuffle))
+    alike = compare(group, feed(kind(24, 0, 1), group.rank, 3, workers=workers, shuffle=shuffle))
+    return odd, alike
+
+
 @pytest.mark.parametrize("kind", [Part, PartStream])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_ranks_that_read_different_samples_are_found(kind: type[Part | PartStream], workers: int) -> None:
     """Before step 1; of the ranks that read what rank 0 reads nothing is said."""
+    assert on_ranks(3, odd_and_alike, kind, workers) == [([2], [])] * 3
 
-    def body(group: RankGroup) -> tuple[list[int], list[int]]:
-        same = kind(24, 0, 1) if group.rank < 2 else kind(48, 1, 2)
-        shuffle = kind is Part
-        odd = compare(group, feed(same, group.rank, 3, workers=workers, shuffle=shuffle))
-        alike = compare(group, feed(kind(24, 0, 1), group.rank, 3, workers=workers, shuffle=shuffle))
-        return odd, alike
 
-    assert run_ranks(3, body) == [([2], [])] * 3
+def refusal_of_different_lengths(group: RankGroup) -> str:
+    with pytest.raises(ValueError, match="sharded: true") as caught:
+        compare(group, feed(Part(25, group.rank, 2), group.rank, 2))
+    return str(caught.value)
 
 
 def test_datasets_of_different_lengths_are_refused() -> None:
     """Ranks would take different numbers of steps."""
-
-    def body(group: RankGroup) -> str:
-        with pytest.raises(ValueError, match="sharded: true") as caught:
-            compare(group, feed(Part(25, group.rank, 2), group.rank, 2))
-        return str(caught.value)
-
-    messages = run_ranks(2, body)
+    messages = on_ranks(2, refusal_of_different_lengths)
     assert messages[0].startswith("the data set has 13 samples on rank 0 and 12 on rank 1; give every rank")
 
 
@@ -611,8 +611,7 @@ def test_data_that_shards_itself_is_taken_as_it_is(
     kind: type[Part | PartStream], size: int, accumulate: int, workers: int
 ) -> None:
     """Each sample counts once; ranks take equally many steps and know each one's total; so in every epoch."""
-
-    of_ranks = ranks_with_workers(3, two_epochs_of_parts, kind, size, accumulate, workers)
+    of_ranks = on_ranks(3, two_epochs_of_parts, kind, size, accumulate, workers)
     for epochs in zip(*of_ranks, strict=True):
         assert len({len(steps) for steps in epochs}) == 1
         assert sorted(i for steps in epochs for _, ids in steps for i in ids) == list(range(size))
@@ -620,25 +619,31 @@ def test_data_that_shards_itself_is_taken_as_it_is(
             assert len({total for total, _ in row}) == 1
 
 
+def very_different_sizes(
+    group: RankGroup, kind: type[Part | PartStream], drop_last: bool
+) -> list[tuple[int, int]]:
+    data = kind(30, 0, 1) if group.rank == 0 else kind(5, 0, 1)
+    source = feed(data, group.rank, 2, sharded=True, shuffle=False, drop_last=drop_last)
+    compare(group, source)
+    return [
+        (int(step.total_weight), micro.samples)
+        for step in source.steps(1, epochs=1)
+        for micro in step.micro_batches
+        if len(micro.content[0])
+    ]
+
+
 @pytest.mark.parametrize("kind", [Part, PartStream])
 def test_parts_of_very_different_sizes(kind: type[Part | PartStream]) -> None:
     """A rank that has none left computes along on what counts nothing; `drop_last` ends with it."""
-
-    def body(group: RankGroup, **changes: Any) -> list[tuple[int, int]]:
-        data = kind(30, 0, 1) if group.rank == 0 else kind(5, 0, 1)
-        source = feed(data, group.rank, 2, sharded=True, shuffle=False, **changes)
-        compare(group, source)
-        return [
-            (int(step.total_weight), micro.samples)
-            for step in source.steps(1, epochs=1)
-            for micro in step.micro_batches
-            if len(micro.content[0])
-        ]
-
-    first, second = run_ranks(2, body)
+    first, second = on_ranks(2, very_different_sizes, kind, False)
     assert first == [(8, 4), (5, 4), *[(4, 4)] * 5, (2, 2)]
     assert second == [(8, 4), (5, 1), *[(4, 0)] * 5, (2, 0)]
-    assert run_ranks(2, lambda group: body(group, drop_last=True)) == [[(8, 4)], [(8, 4)]]
+    assert on_ranks(2, very_different_sizes, kind, True) == [[(8, 4)], [(8, 4)]]
+
+
+def sizes_of_unequal_parts(group: RankGroup, kind: type[Part | PartStream]) -> list[int]:
+    return batch_sizes(group, kind(15, 0, 1) if group.rank == 0 else kind(4, 0, 1), sharded=True)
 
 
 @pytest.mark.parametrize("kind", [Part, PartStream])
@@ -646,34 +651,29 @@ def test_a_rank_without_a_sample_computes_along_on_as_many_as_the_largest_share(
     kind: type[Part | PartStream],
 ) -> None:
     """Of data that shards itself, whose parts may be of any size."""
+    assert on_ranks(2, sizes_of_unequal_parts, kind) == [[4, 4, 4, 3]] * 2
 
-    def body(group: RankGroup) -> list[int]:
-        return batch_sizes(group, kind(15, 0, 1) if group.rank == 0 else kind(4, 0, 1), sharded=True)
 
-    assert run_ranks(2, body) == [[4, 4, 4, 3]] * 2
+def whole_and_resumed(group: RankGroup, kind: type[Part | PartStream]) -> tuple[list[int], list[int]]:
+    def ids(steps: Any) -> list[int]:
+        return [i for step in steps for micro in step.micro_batches for i in micro.content[0].tolist()]
+
+    sources = []
+    for _ in range(3):
+        data = kind(60, group.rank, group.size)
+        sources.append(feed(data, group.rank, group.size, sharded=True, shuffle=kind is Part))
+        compare(group, sources[-1])
+    unbroken, first, second = sources
+    whole = ids(unbroken.steps(1, epochs=1))
+    begun = ids(islice(first.steps(1, epochs=1), 3))
+    second.load_state_dict(first.state_dict())
+    return whole, begun + ids(second.steps(1, epochs=1))
 
 
 @pytest.mark.parametrize("kind", [Part, PartStream])
 def test_sharded_data_goes_on_where_its_state_was_taken(kind: type[Part | PartStream]) -> None:
     """On as many ranks."""
-
-    def body(group: RankGroup, done: int = 3) -> tuple[list[int], list[int]]:
-        def ids(steps: Any, source: Feed) -> list[int]:
-            return [i for step in steps for micro in step.micro_batches for i in micro.content[0].tolist()]
-
-        sources = []
-        for _ in range(2):
-            data = kind(60, group.rank, group.size)
-            sources.append(feed(data, group.rank, group.size, sharded=True, shuffle=kind is Part))
-            compare(group, sources[-1])
-        whole = ids(sources[0].steps(1, epochs=1), sources[0])
-        first = feed(kind(60, group.rank, group.size), group.rank, 2, sharded=True, shuffle=kind is Part)
-        compare(group, first)
-        begun = ids(islice(first.steps(1, epochs=1), done), first)
-        sources[1].load_state_dict(first.state_dict())
-        return whole, begun + ids(sources[1].steps(1, epochs=1), sources[1])
-
-    for whole, parts in run_ranks(2, body):
+    for whole, parts in on_ranks(2, whole_and_resumed, kind):
         assert parts == whole
 
 

@@ -20,7 +20,7 @@ from ddprun_hooks.comm.groups import RankGroup
 from tests.checkpoint.runs import MLP, MODULE, asked, final
 from tests.engine.running import SAMPLES, events, lines, run_pipeline, run_to_end, summary, weights
 from tests.engine.test_balance import changes, recorded, start_pipeline
-from tests.engine.test_data import Ids, Stream, feed, ranks_with_workers
+from tests.engine.test_data import Ids, Stream, feed, on_ranks
 from tests.engine.test_equalities import FP64, NETS
 
 # The feed.
@@ -49,7 +49,7 @@ def rounds_of_rank(group: RankGroup, kind: type[Ids | Stream], workers: int) -> 
 @pytest.mark.parametrize(("kind", "workers"), [(Ids, 0), (Ids, 2), (Stream, 0)])
 def test_each_sample_is_in_one_batch_of_one_rank_in_an_epoch(kind: type[Ids | Stream], workers: int) -> None:
     """All batches are full but for the last one of an epoch."""
-    for of_ranks in zip(*ranks_with_workers(3, rounds_of_rank, kind, workers), strict=True):
+    for of_ranks in zip(*on_ranks(3, rounds_of_rank, kind, workers), strict=True):
         (size, drop_last, _), seen = of_ranks[0], list[list[int]]()
         for number, steps in enumerate(zip(*(steps for *_, steps in of_ranks), strict=True)):
             shares, ids = shares_of_round(number), [i for batches, _ in steps for one in batches for i in one]

@@ -3,10 +3,8 @@ trace: the first step finds generators, model and loss as they were seeded and b
 """
 
 import copy
-import gc
 import os
 import random
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +14,6 @@ import torch
 from torch import nn
 
 _TORCHS_OWN = frozenset(vars(nn.Module()))  # attributes of every module: parameters, children, hooks
-_one_thread_at_a_time = threading.RLock()  # a process has one generator of each kind
 
 
 def seed_everything(seed: int) -> None:
@@ -43,20 +40,8 @@ def make_deterministic(device: torch.device, *, strict: bool = False) -> None:
 
 
 def _torch_states(device: torch.device) -> dict[str, torch.Tensor]:
-    """States of torch's generators; collects no garbage meanwhile.
-
-    Torch makes the tensor of a generator's state while it holds that generator's lock. A collection there may
-    run a `__del__` that lets other threads run, and one that waits for that lock waits with Python's own.
-    """
-    with _one_thread_at_a_time:
-        was_enabled = gc.isenabled()
-        gc.disable()
-        try:
-            on_gpu = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
-            return {"torch": torch.get_rng_state(), **on_gpu}
-        finally:
-            if was_enabled:
-                gc.enable()
+    on_gpu = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
+    return {"torch": torch.get_rng_state(), **on_gpu}
 
 
 def generator_state(device: torch.device) -> dict[str, Any]:
@@ -84,13 +69,12 @@ def _restore_torch(state: dict[str, Any], device: torch.device) -> None:
 
 @contextmanager
 def preserve_rng_state(device: torch.device) -> Iterator[None]:
-    """Save the states of all generators of random numbers, and restore them on exit; one thread at a time."""
-    with _one_thread_at_a_time:
-        state = generator_state(device)
-        try:
-            yield
-        finally:
-            restore_generators(state, device)
+    """Save the states of all generators of random numbers, and restore them on exit."""
+    state = generator_state(device)
+    try:
+        yield
+    finally:
+        restore_generators(state, device)
 
 
 class SeparateRng:
