@@ -65,6 +65,11 @@ class Lazy(nn.Sequential):
         super().__init__(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.ReLU(), nn.LazyLinear(3))
 
 
+def twice(batch):
+    features, target = batch
+    return torch.cat([features, features], 1), target
+
+
 class Forces(nn.Linear):
     def __init__(self):
         super().__init__(6, 3)
@@ -350,18 +355,20 @@ def test_one_sample_on_one_rank_is_found_by_all(tmp_path: Path) -> None:
     assert codes == [0, 0], said
 
 
-def test_lazy_parameters_have_their_shapes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("batch", "width"), [("{}", 6), ("{transform: mine.twice}", 12)])
+def test_lazy_parameters_have_their_shapes(batch: str, width: int, tmp_path: Path) -> None:
     """In a run, whose ranks start with the same values and BatchNorm's own statistics, and in `explain`."""
-    codes, said = run(tmp_path, MODEL="mine.Lazy", DROP_LAST="true", EVALUATE="save")
+    changes = {"DROP_LAST": "true", "EVALUATE": "save", "DDP": f"{{}}\nbatch: {batch}"}
+    codes, said = run(tmp_path, MODEL="mine.Lazy", **changes)
     assert codes == [0, 0], said
     saved = weights(tmp_path / "run")
-    assert saved["0.weight"].shape == (8, 6)
+    assert saved["0.weight"].shape == (8, width)
     assert saved["1.num_batches_tracked"] == 4
     layout = next(one for one in events(tmp_path / "run") if one["event"] == "started")["buckets"]
-    assert sum(bucket["numel"] for bucket in layout) == 8 * 6 + 8 + 16 + 8 * 3 + 3
+    assert sum(bucket["numel"] for bucket in layout) == 8 * width + 8 + 16 + 8 * 3 + 3
     explained = explain(load(tmp_path / "p.yaml"), hosts=1, ranks_per_host=2)
     assert explained.parameters is not None
-    assert sum(one.numel() for one in explained.parameters.values()) == 8 * 6 + 8 + 16 + 8 * 3 + 3
+    assert sum(one.numel() for one in explained.parameters.values()) == 8 * width + 8 + 16 + 8 * 3 + 3
 
 
 def test_an_optimizer_that_passes_on_the_inner_ones_state_is_resumed_with_it(tmp_path: Path) -> None:

@@ -151,15 +151,15 @@ def probe_model(loaded: LoadedPipeline, world: WorldShape) -> ModelProbe:
     check_epoch_ends(loaded, feeds)
     loss = build.build_loss(loaded)
     model = build.join_loss_and_freeze(loaded, model, loss, device, precision.parameter_dtype)
+    objective = Objective(loaded, loss, precision, transform=build.build_transform(loaded))
     turns = build_turns(loaded, model)
-    initialize_lazy_parameters(model, Objective(loaded, loss, precision), feeds.main, turns)
+    initialize_lazy_parameters(model, objective, feeds.main, turns)
     optimizer = build_optimizer(loaded, model, turns)
     check_closure(loaded, optimizer)
     settings_of_stages(loaded, model, turns, optimizer)  # refuses those of stages that do not fit
     build.check_sync(loaded, turns, world.ranks)
 
     compiling.check_dynamo_config(loaded)
-    objective = Objective(loaded, loss, precision, transform=build.build_transform(loaded))
     verdict = find_buffer_use(model, objective, feeds.main, turns, automatic=True)
     compiled = None
     if pipeline.compile is not None:
