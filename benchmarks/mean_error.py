@@ -92,7 +92,8 @@ def main() -> None:
     }
     headings = (
         "The first mean that goes through the hook:",
-        f"The sum of {arguments.steps} means, in which error feedback corrects the errors of single means:",
+        f"The sum of {arguments.steps} means. In all columns but `fp16` and `bf16`, "
+        "error feedback corrects earlier errors:",
     )
     for which, heading in enumerate(headings):
         print(f"{heading}\n")
