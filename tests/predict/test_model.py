@@ -19,11 +19,10 @@ from ddprun.predict.costs import (
     StageCosts,
     costs_of_run,
 )
-from ddprun.predict.fit import fit_cost_model
 from ddprun.predict.forecast import forecast, leave_one_out, optimizer_bytes, stacks_to_measure
 from ddprun.predict.links import Link, Links, parse_links
 from ddprun.predict.measure import measurement_stages_yaml
-from ddprun.predict.model import CostModel, StepPrediction
+from ddprun.predict.model import CostModel, StepPrediction, fit_cost_model
 from ddprun.predict.timeline import StepSimulator, round_count
 from ddprun.telemetry.reader import Run
 from ddprun.telemetry.records import PARTS

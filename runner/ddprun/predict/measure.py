@@ -19,9 +19,8 @@ from ddprun.config.resolved import flow_yaml
 from ddprun.explain.explain import StageExplanation, explain
 from ddprun.predict import MeasurementRunError
 from ddprun.predict.costs import CostsUnknownError, StageCosts, check_predictable, costs_of_run
-from ddprun.predict.fit import fit_cost_model
 from ddprun.predict.links import Links
-from ddprun.predict.model import CostModel
+from ddprun.predict.model import CostModel, fit_cost_model
 from ddprun.run_files import pipeline_folder
 from ddprun.standard_streams import say
 from ddprun.telemetry.reader import Run

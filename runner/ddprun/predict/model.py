@@ -1,18 +1,24 @@
-"""The cost model: a stage's steps simulated, from its plan, the costs that a run has measured, and links."""
+"""The cost model: a stage's steps simulated, from its plan, the costs that a run has measured, and links.
 
+What a collective asks of a rank and of the links follows Gloo's habits; a GPU's may be trees.
+"""
+
+import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import harmonic_mean
 from typing import Any, TypeVar
 
 from ddprun.config import StepStageSettings
 from ddprun.engine.sequence import Moment
-from ddprun.explain.explain import PlannedExchange, StageExplanation
+from ddprun.explain.explain import Explanation, PlannedExchange, StageExplanation
 from ddprun.explain.model_probe import WorldShape
-from ddprun.explain.traffic import Bucket
-from ddprun.predict.collectives import StackCosts, collective_of, host_bytes_by_level
-from ddprun.predict.costs import LastRankLateness
+from ddprun.explain.traffic import Bucket, Leg
+from ddprun.predict.costs import PARTS_WITHOUT_EXCHANGE, Costs, LastRankLateness, LinearCost, StageCosts
 from ddprun.predict.links import LinkLevel, Links
 from ddprun.predict.timeline import (
+    MAX_SIMULATED_ROUNDS,
     AwaitTransfers,
     BucketTransfer,
     Compute,
@@ -23,6 +29,7 @@ from ddprun.predict.timeline import (
     SimulatedStep,
     StepSimulator,
     WaitCause,
+    round_count,
 )
 
 LIMITS = {
@@ -38,12 +45,73 @@ LIMITS = {
 }
 """What a step would gain most from having more, or less, of: in a prediction, and in words."""
 
-MICRO_STEP_PARTS = ("data_us", "forward_us", "backward_us")
+_MICRO_STEP_PARTS = ("data_us", "forward_us", "backward_us")
 """Parts of a step that come once in each of its micro-steps."""
 
-_KeyT = TypeVar("_KeyT")
+_ROUND_WORK_US = 20.0  # of a core, for each round of a collective on one rank, before fitting
+_BYTE_US = 1e-3  # of a core, for each byte that a rank sends and receives, before fitting
+_COPY_US = 2.5e-4  # for each byte through shared memory
+_ONE_WAY_SHARE = 0.4  # of an all-to-all between two hosts, if all ranks of one are later: as measured
 _CHANGE_US = 3e-3  # of a core, for each byte of parameters whose change is exchanged: to take and apply it
 _NEGLIGIBLE_EXPOSED_SHARE = 0.1  # of a step: what is exposed does not limit it
+_MAX_HOOK_SHARE = 0.8  # of what a process computes for an exchange: their times hold waiting for a core, too
+_HALVINGS = 24
+
+_KeyT = TypeVar("_KeyT")
+_MeasuredStages = Sequence[tuple[StageExplanation, StageCosts]]
+
+
+@dataclass(slots=True)
+class StackCosts:
+    """What a stack of hooks costs on one rank."""
+
+    hook_costs: list[LinearCost] = field(default_factory=list)  # hooks before, between and after collectives
+    collective_factor: float = 1.0  # work of collectives, to what it is before fitting
+    wake_us: float = 0.0  # from a message's arrival until a thread works on it
+
+
+def _collective_of(
+    leg: Leg, hosts: int, stack: StackCosts, queue: str = "", *, on_cpu: bool, drifted: bool = False
+) -> SimulatedCollective:
+    """The collective of a leg; `drifted`: all ranks of a host may be later than those of another."""
+    rounds = round_count(leg.op, leg.ranks, use_trees=not on_cpu)
+    sent = leg.sent.per_rank
+    bytes_us = _BYTE_US * sent if sent else _COPY_US * leg.bytes
+    work_us = stack.collective_factor * (_ROUND_WORK_US * rounds + bytes_us) if on_cpu else 0.0
+    level: LinkLevel = "across" if hosts > 1 and leg.among != "host" else "within"
+    nbytes = _bytes_by_level(leg, hosts)
+    messages = max(1, leg.ranks - 1 if leg.op == "all_to_all" else rounds)
+    found = SimulatedCollective(work_us, nbytes, messages=messages, wake_us=stack.wake_us, queue=queue)
+    if not sent or not on_cpu:
+        return replace(found, latency_counts={level: rounds if sent else 0})
+    one_way_bytes = 0.0
+    if leg.op == "all_to_all":
+        # Gloo's all-to-all sends first: between two ranks, the later one says that it is ready behind its
+        # own message, and the other's comes when that is through. Ranks that begin within a latency do
+        # not yet know that they may send, and say it first. So it is between two hosts if all ranks of
+        # one are later. But pairs of ranks end one after the other, and part of what goes back overlaps.
+        one_way_bytes = sent if leg.ranks == 2 else 0.0
+        if drifted and hosts == 2:
+            one_way_bytes = max(one_way_bytes, _ONE_WAY_SHARE * nbytes["across"])
+    return replace(
+        found,
+        rounds=max(1, min(rounds, MAX_SIMULATED_ROUNDS)),
+        # Gloo's receivers tell its senders when they are ready: two latencies for each message. A ring
+        # has two on their way, and the receiver is ready for the second when the first has come.
+        latency_counts={level: 2.0 * rounds},
+        double_buffered=leg.op == "all_reduce",
+        one_way_bytes=one_way_bytes,
+        # Where a host has several ranks, a ring enters it at one and leaves it at another. If the first
+        # is late, it says that it is ready behind the two pieces that the other has sent meanwhile. It
+        # is then late in the next step, too, so this always counts.
+        blocking_bytes=leg.bytes / leg.ranks if leg.op == "all_reduce" and leg.ranks > hosts else 0.0,
+    )
+
+
+def _bytes_by_level(leg: Leg, hosts: int) -> dict[LinkLevel, float]:
+    """What each host sends to others, and what its ranks send to each other, in bytes."""
+    across = leg.sent.between_hosts
+    return {"within": (leg.sent.all_ranks - across) / hosts, "across": across / hosts}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +177,7 @@ class StepPrediction:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Predicts steps from what a run has measured (`fit.py`)."""
+    """Predicts steps from what a run has measured (`fit_cost_model`)."""
 
     on_cpu: bool
     own_work_us: Mapping[bool, Mapping[str, float]]
@@ -120,7 +188,7 @@ class CostModel:
     lateness: LastRankLateness
     cores: float  # of a host; infinite where each rank computes on a device of its own
     overlap_slowdown: float = 1.0  # of computation beside an exchange, on such a device
-    stacks: Mapping[str, StackCosts] = field(default_factory=dict)  # by `hook_stack_id`
+    stacks: Mapping[str, StackCosts] = field(default_factory=dict)  # by `_hook_stack_id`
     default_stack: StackCosts = field(default_factory=StackCosts)
     """What goes past all hooks, or through hooks that the run did not have."""
 
@@ -134,8 +202,8 @@ class CostModel:
         its policy. `stack`: costs in place of those known for its hooks.
         """
         if stack is None:
-            known = self.stacks.get(hook_stack_id(stage), self.default_stack)
-            stack = known if sends_anything(stage) else StackCosts()
+            known = self.stacks.get(_hook_stack_id(stage), self.default_stack)
+            stack = known if _sends_anything(stage) else StackCosts()
         machine = self.machine(world, links)
         instructions = _InstructionGenerator(self, stage, world, stack, machine)
         simulator, delay = StepSimulator(machine), settings_of(stage).plan.overlap_steps
@@ -176,7 +244,7 @@ class CostModel:
 
     def has_measured_hooks(self, stage: StageExplanation) -> bool:
         """Whether the run had steps with the stage's hooks."""
-        return not sends_anything(stage) or hook_stack_id(stage) in self.stacks
+        return not _sends_anything(stage) or _hook_stack_id(stage) in self.stacks
 
     def machine(self, world: WorldShape, links: Links) -> Machine:
         """What the ranks of a world share."""
@@ -264,7 +332,7 @@ class _InstructionGenerator:
             if index < len(legs):
                 name, drifted = f"{queue} {index}", queue == "sync"
                 leg, hosts = legs[index], self.world.hosts
-                collective = collective_of(leg, hosts, stack, name, on_cpu=on_cpu, drifted=drifted)
+                collective = _collective_of(leg, hosts, stack, name, on_cpu=on_cpu, drifted=drifted)
                 phases.append(replace(collective, apart_us=late_us))
         return BucketTransfer(f"{exchange.route.kind} {bucket.bucket}", tuple(phases), queue, on_cpu)
 
@@ -280,12 +348,12 @@ def settings_of(stage: StageExplanation) -> StepStageSettings:
     return stage.settings
 
 
-def hook_stack_id(stage: StageExplanation) -> str:
+def _hook_stack_id(stage: StageExplanation) -> str:
     """What tells a stage's stack of hooks from another."""
     return repr(settings_of(stage).hook_specs)
 
 
-def sends_anything(stage: StageExplanation) -> bool:
+def _sends_anything(stage: StageExplanation) -> bool:
     """Whether any rank sends anything in the stage's steps."""
     return any(bucket.legs for _, _, bucket in stage.step_buckets())
 
@@ -293,7 +361,112 @@ def sends_anything(stage: StageExplanation) -> bool:
 def _host_bytes_per_step(stage: StageExplanation, hosts: int) -> float:
     """What each host sends to others in a mean step of the stage, in bytes."""
     return sum(
-        exchange.times_per_step * len(pattern.steps) / stage.cycle * host_bytes_by_level(leg, hosts)["across"]
+        exchange.times_per_step * len(pattern.steps) / stage.cycle * _bytes_by_level(leg, hosts)["across"]
         for pattern, exchange, bucket in stage.step_buckets()
         for leg in bucket.legs
     )
+
+
+def fit_cost_model(explained: Explanation, costs: Costs, links: Links) -> CostModel:
+    """The cost model of a run, explained for the ranks that it ran on; `links`: those that it had. The run
+    has a stage in which nothing is sent, and stages with the stacks of hooks in question.
+
+    What the ranks' processes computed beyond a step without exchange is the work of hooks and collectives;
+    what of a step's time is left then, is what threads need to notice that a message has come.
+    """
+    world, on_cpu = explained.world, costs.device == "cpu"
+    all_stages = zip(explained.stages, costs.stages, strict=True)
+    pairs = [(stage, found) for stage, found in all_stages if stage.settings is not None and found.steps]
+    silent = [pair for pair in pairs if not _sends_anything(pair[0])] or pairs
+    with_ddp = [pair for pair in silent if settings_of(pair[0]).plan.gradients is not None]
+    without_ddp = [pair for pair in silent if settings_of(pair[0]).plan.gradients is None]
+    share = Machine(costs.cores, world.ranks_per_host, links).core_share() if on_cpu else 1.0
+    own_work_us = {
+        True: _micro_step_us_by_part(with_ddp or without_ddp, share, on_cpu=on_cpu),
+        False: _micro_step_us_by_part(without_ddp or with_ddp, share, on_cpu=on_cpu),
+    }
+    times = [(found.cpu_us, sum(found.parts.values())) for _, found in with_ddp or without_ddp]
+    # That a rank keeps busy in a step without exchange.
+    threads = max([1.0, *(cpu_us / own_us for cpu_us, own_us in times if own_us > 0)])
+    ready_shares = dict[str, float]()
+    for _, found in with_ddp or pairs:
+        ready_shares |= found.gradient_ready_shares
+    # Where ranks wait for cores, how long they take says little about how much they have to do.
+    us_by_rank = [found.cpu_us_by_rank if share < 1 else found.own_us_by_rank for _, found in silent]
+    work_us = [found.sample_us_by_rank for _, found in silent if found.sample_us_by_rank]
+    gain = None  # where ranks wait for cores, it is not known how fast they are
+    if share == 1 and work_us and min(of_ranks := [*map(sum, zip(*work_us, strict=False))]) > 0:
+        gain = 1 - harmonic_mean(of_ranks) / max(of_ranks)
+    lateness = LastRankLateness([rank for ranks in us_by_rank for rank in ranks])
+    by_key = defaultdict[str, list[tuple[StageExplanation, StageCosts]]](list)
+    for stage, found in pairs:
+        if _sends_anything(stage) and stage.cycle == 1 and settings_of(stage).plan.gradients == "all":
+            by_key[_hook_stack_id(stage)].append((stage, found))
+    slowdown = 1.0
+    if not on_cpu and by_key and (alone := own_work_us[True]["backward_us"]):
+        longer = [found.parts["backward_us"] for alike in by_key.values() for _, found in alike]
+        slowdown = max(1.0, sum(longer) / len(longer) / alone)
+    cores = costs.cores if on_cpu else math.inf
+    model = CostModel(on_cpu, own_work_us, ready_shares, lateness, cores, slowdown, balance_gain=gain)
+    stacks = {
+        key: _fit_stack(model, world, links, alike[0][0], [found for _, found in alike], threads)
+        for key, alike in by_key.items()
+    }
+    default = stacks.get("[]") or next(iter(stacks.values()), StackCosts())
+    default = replace(default, hook_costs=default.hook_costs if "[]" in stacks else [])
+    return replace(model, stacks=stacks, default_stack=default)
+
+
+def _micro_step_us_by_part(pairs: _MeasuredStages, core_share: float, *, on_cpu: bool) -> dict[str, float]:
+    """The time of each part of a micro-step, in microseconds on a core that it has to itself."""
+    work, steps = dict.fromkeys(PARTS_WITHOUT_EXCHANGE, 0.0), sum(found.steps for _, found in pairs)
+    for stage, found in pairs:
+        share, own_us, times = core_share, sum(found.parts.values()), _part_counts(stage)
+        if on_cpu and found.cpu_us and own_us > 0 and not _sends_anything(stage):
+            share = min(1.0, found.cpu_us / own_us)  # with threads of its own, a rank computes for longer
+        for part in PARTS_WITHOUT_EXCHANGE:
+            work[part] += share * found.parts[part] * found.steps / times[part] / steps
+    return work
+
+
+def _part_counts(stage: StageExplanation) -> dict[str, int]:
+    """How often each part comes in a step."""
+    accumulate = settings_of(stage).accumulate
+    return {part: accumulate if part in _MICRO_STEP_PARTS else 1 for part in PARTS_WITHOUT_EXCHANGE}
+
+
+def _fit_stack(
+    model: CostModel,
+    world: WorldShape,
+    links: Links,
+    stage: StageExplanation,
+    found: Sequence[StageCosts],
+    threads: float,
+) -> StackCosts:
+    """What hooks and collectives of a stage's stack cost, from all stages of the run with it."""
+    steps = sum(one.steps for one in found)
+    share = model.machine(world, links).core_share()
+    stack = StackCosts()
+    points = defaultdict[int, list[tuple[float, float]]](list)  # by the hook's place
+    for nbytes, hook_times_us in (bucket for one in found for bucket in one.buckets):
+        for place, us in enumerate(hook_times_us):
+            points[place].append((nbytes, us * share))
+    stack.hook_costs = list(map(LinearCost.fit, points.values()))
+    buckets = [bucket for _, exchange, bucket in stage.step_buckets() if exchange.route.uses_hooks]
+    if model.on_cpu and all(one.cpu_us for one in found):
+        own = sum(us * _part_counts(stage)[part] for part, us in model.own_work_us[True].items()) * threads
+        left = max(0.0, sum(one.cpu_us * one.steps for one in found) / steps - own)
+        hooks = sum(cost.at(bucket.bytes) for bucket in buckets for cost in stack.hook_costs)
+        if hooks > _MAX_HOOK_SHARE * left:
+            stack.hook_costs = [cost * (_MAX_HOOK_SHARE * left / hooks) for cost in stack.hook_costs]
+            hooks = _MAX_HOOK_SHARE * left
+        legs = [leg for bucket in buckets for leg in bucket.legs]
+        collectives = sum(_collective_of(leg, world.hosts, stack, on_cpu=True).work_us for leg in legs)
+        stack.collective_factor = (left - hooks) / collectives if collectives else 1.0
+    measured = sum(one.step_us * one.steps for one in found) / steps
+    low, high = 0.0, measured
+    for _ in range(_HALVINGS):
+        stack.wake_us = (low + high) / 2
+        longer = model.predict(stage, world, links, stack).step_us > measured
+        low, high = (low, stack.wake_us) if longer else (stack.wake_us, high)
+    return stack
