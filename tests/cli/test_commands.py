@@ -14,6 +14,7 @@ import pytest
 from ddprun import __version__
 from ddprun.cli import main
 from ddprun.config import LoadedPipeline, PipelineFault, load
+from ddprun.config.faults import Place, Source
 
 GOOD = "model:\n  mlp: {inputs: 64, outputs: 10}\ndata: digits\noptimizer: sgd\n"
 Out = pytest.CaptureFixture[str]
@@ -239,12 +240,12 @@ def test_github_annotations_are_escaped() -> None:
     """Whatever a fault holds stays one annotation."""
     from ddprun.cli.printing import github_annotation
 
-    fault = PipelineFault(file="a,b:c%.yaml", line=1, column=2, path="x", problem="50% :: of it")
+    fault = PipelineFault(Place(Source("a,b:c%.yaml"), 1, 2), "x", "50% :: of it")
     assert (
         github_annotation(fault)
         == "::error title=ddprun,file=a%2Cb%3Ac%25.yaml,line=1,col=2::x: 50%25 :: of it"
     )
-    override = PipelineFault(file="--set 1", order=1, line=1, column=2, path="x", problem="bad")
+    override = PipelineFault(Place(Source("--set 1", 1), 1, 2), "x", "bad")
     assert github_annotation(override) == "::error title=ddprun::--set 1: x: bad"
 
 
@@ -272,7 +273,7 @@ def test_colors(
 
     monkeypatch.setenv("NO_COLOR", no_color)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
-    fault = PipelineFault(file="a.yaml", line=1, column=2, path="x", problem="bad", source_line="x: 1")
+    fault = PipelineFault(Place(Source("a.yaml", 0, ("x: 1",)), 1, 2), "x", "bad")
     print_faults([fault], sys.stdout)
     printed = capsys.readouterr().out
     assert ("\x1b[" in printed) == colored

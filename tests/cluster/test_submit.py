@@ -326,7 +326,7 @@ def test_containers_do_not_get_the_engines_machine(tmp_path: Path, keys: str, to
         load(path)
     (fault,) = caught.value.faults
     assert told in fault.message
-    assert fault.line == 7
+    assert fault.place.line == 7
     assert fault.path.startswith(f"docker.{keys.partition(':')[0]}")
 
 
@@ -410,7 +410,7 @@ def test_pods_stay_restricted(tmp_path: Path, pod: str, where: str, told: str) -
     with pytest.raises(PipelineError) as caught:
         load(path)
     (fault,) = caught.value.faults
-    assert (fault.line, fault.path) == (7, f"kubernetes.pod.{where}")
+    assert (fault.place.line, fault.path) == (7, f"kubernetes.pod.{where}")
     assert told in fault.message
 
 

@@ -32,12 +32,13 @@ def test_every_fault_quotes_its_line(case: bad.Bad) -> None:
     with pytest.raises(PipelineError) as caught:
         load(case.path, case.overrides)
     for fault in caught.value.faults:
-        if fault.line and fault.source_line.strip():
+        quoted, column = fault.place.source_line, fault.place.column
+        if fault.place.line and quoted.strip():
             head, line, caret = str(fault).split("\n")
             assert head == fault.headline
             assert caret.strip() == "^"
-            assert fault.column <= len(fault.source_line) + 1
-            above, meant = line[caret.index("^") :][:1], fault.source_line[fault.column - 1 :][:1]
+            assert column <= len(quoted) + 1
+            above, meant = line[caret.index("^") :][:1], quoted[column - 1 :][:1]
             assert above == (meant if meant.isprintable() or meant == "\t" else "\ufffd")
 
 

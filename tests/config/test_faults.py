@@ -1,11 +1,12 @@
 """How a fault looks."""
 
-from ddprun.config.faults import PipelineError, PipelineFault, closest_match
+from typing import Any
+
+from ddprun.config.faults import PipelineError, PipelineFault, Place, Source, closest_match
 
 
-def fault(line: str, column: int, **more: str) -> PipelineFault:
-    at = {"file": "a.yaml", "line": 3, "column": column, "path": "x"}
-    return PipelineFault(problem="is bad", source_line=line, **at, **more)  # type: ignore[arg-type]
+def fault(line: str, column: int, **more: Any) -> PipelineFault:
+    return PipelineFault(Place(Source("a.yaml", 0, ("", "", line)), 3, column), "x", "is bad", **more)
 
 
 def test_a_fault_is_one_line_and_the_quoted_line_with_a_caret() -> None:
@@ -47,12 +48,6 @@ def test_suggestions_ignore_case() -> None:
 
 def test_no_fault_moves_the_cursor() -> None:
     """Whatever a file holds, or is called, reaches a terminal as text: no escape sequence, no line break."""
-    told = PipelineFault(
-        file="a\x1b[2J.yaml",
-        line=1,
-        column=4,
-        path="x",
-        problem='got "\x1b[31m\n"',
-        source_line="x: \x1b[31m",
-    )
+    place = Place(Source("a\x1b[2J.yaml", 0, ("x: \x1b[31m",)), 1, 4)
+    told = PipelineFault(place, "x", 'got "\x1b[31m\n"')
     assert str(told) == 'a\\u001b[2J.yaml:1:4: x: got "\\u001b[31m\\u000a"\n    x: \ufffd[31m\n       ^'

@@ -188,13 +188,14 @@ def test_a_fault_of_the_run_has_its_place(loaded: Load) -> None:
     """A fault that only a run can see points to the key, or to the nearest key above it that the file has."""
     found = loaded("loader: {batch_size: 8}\n", "hooks=[fp16]", "optimizer.sgd.lr=0.1")
     fault = found.fault("loader.batch_size", "too few samples", "at most 4")
-    assert (fault.line, fault.column, fault.source_line) == (5, 22, "loader: {batch_size: 8}")
+    assert (fault.place.line, fault.place.column) == (5, 22)
+    assert fault.place.source_line == "loader: {batch_size: 8}"
     assert fault.message == "too few samples; at most 4"
-    assert found.fault("loader.workers", "x").line == 5
+    assert found.fault("loader.workers", "x").place.line == 5
     assert found.fault("hooks[0]", "x").headline == "--set 1:1:8: hooks[0]: x"
     assert found.fault("optimizer.SGD.lr", "x").headline == "--set 2:1:18: optimizer.SGD.lr: x"
-    assert found.fault("optimizer.SGD.momentum", "x").line == 4
-    assert found.fault("", "x").line == 1
+    assert found.fault("optimizer.SGD.momentum", "x").place.line == 4
+    assert found.fault("", "x").place.line == 1
 
 
 @pytest.mark.parametrize(
@@ -242,7 +243,7 @@ def test_a_fault_of_a_key_that_nobody_wrote_has_no_place(loaded: Load) -> None:
     """A quoted line would show something else."""
     found = loaded("ddp: {bucket_cap_mb: 1}\n")
     assert str(found.fault("stages[0].train.epochs", "x")) == f"{found.path}: stages[0].train.epochs: x"
-    assert found.fault("ddp.find_unused_parameters", "x").line == 5
+    assert found.fault("ddp.find_unused_parameters", "x").place.line == 5
     assert found.is_given("ddp.bucket_cap_mb")
     assert not found.is_given("ddp.find_unused_parameters")
     assert not found.is_given("stages[0].train.epochs")

@@ -87,7 +87,7 @@ def problem(text: str) -> str:
     with pytest.raises(PipelineError) as caught:
         load(Path("p.yaml"))
     (fault,) = caught.value.faults
-    assert fault.line == 5
+    assert fault.place.line == 5
     return f"{fault.path}: {fault.message}"
 
 

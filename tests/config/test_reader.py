@@ -9,8 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ddprun.config import PipelineError, load
+from ddprun.config.faults import Source
 from ddprun.config.reader import parse_yaml
-from ddprun.config.tree import Source, find_nearest
+from ddprun.config.tree import find_nearest
 
 YAMLISH = st.text(alphabet="ab01: -[]{}?&*!|>'\"%@`#,\\\n\t~.<\0\u2028\ufeffé", max_size=200)
 
@@ -36,8 +37,8 @@ def test_no_text_makes_the_reader_raise(text: str) -> None:
     source = Source.from_text("file", 0, text)
     _, faults = parse_yaml(text, source)
     for fault in faults:
-        assert 1 <= fault.line <= len(source.lines) + 1
-        assert fault.column >= 1
+        assert 1 <= fault.place.line <= len(source.lines) + 1
+        assert fault.place.column >= 1
         assert "\n" not in fault.headline.replace("\\n", "")
 
 
@@ -98,7 +99,7 @@ def test_places_count_every_line_break_once(line_break: str) -> None:
     assert root is not None
     place = find_nearest(root, ("b", 1)).node.place
     assert (place.line, place.column) == (4, 3)
-    assert place.source.line(4) == "  2]"
+    assert place.source_line == "  2]"
 
 
 def test_a_byte_order_mark_is_no_character_of_the_file(tmp_path: Path) -> None:
@@ -107,7 +108,8 @@ def test_a_byte_order_mark_is_no_character_of_the_file(tmp_path: Path) -> None:
     path.write_bytes(b"\xef\xbb\xbfsed: 1\n")
     with pytest.raises(PipelineError) as caught:
         load(path)
-    assert [(fault.line, fault.column) for fault in caught.value.faults if fault.path == "sed"] == [(1, 1)]
+    (place,) = (fault.place for fault in caught.value.faults if fault.path == "sed")
+    assert (place.line, place.column) == (1, 1)
 
 
 def test_tags_run_nothing(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def test_an_error_names_the_place_inside(folder: Path, options: str, path: str, 
     with pytest.raises(PipelineError) as refused:
         made(folder, options)
     (fault,) = refused.value.faults
-    assert (fault.line, fault.path) == (4, path)
+    assert (fault.place.line, fault.path) == (4, path)
     assert problem in fault.problem
 
 

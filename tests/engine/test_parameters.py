@@ -99,7 +99,7 @@ def test_weights_that_do_not_fit_are_one_fault(folder: Path) -> None:
     other = {"body.weight": torch.zeros(6, 64), "body.bias": torch.zeros(6), "old.x": torch.zeros(1)}
     save_file({**other, "head.weight": torch.zeros(3, 6)}, folder / "other.safetensors")
     found = fault(folder, "init: other.safetensors\n")
-    assert (found.line, found.path) == (9, "init")
+    assert (found.place.line, found.path) == (9, "init")
     for part in (
         "missing: norm.weight, norm.bias, norm.running_mean",
         "unexpected: old.x",
@@ -146,7 +146,7 @@ def test_what_is_frozen_stays_and_is_not_saved_with_the_rest(folder: Path) -> No
 def test_a_pattern_without_a_parameter_is_a_fault(folder: Path, more: str, path: str, problem: str) -> None:
     """So is one that leaves nothing to train."""
     found = fault(folder, more)
-    assert (found.path, found.line) == (path, 9)
+    assert (found.path, found.place.line) == (path, 9)
     assert problem in found.problem
 
 

@@ -54,8 +54,9 @@ def fuzz(folder: Path, examples: int) -> None:
             faults = error.faults
             assert any(fault.severity == "error" for fault in faults)
         for fault in faults:
-            assert fault.line or fault.problem.startswith(WHOLE_FILE), fault.headline
-            assert fault.file == str(path) or fault.file.startswith("--set "), fault.file
+            assert fault.place.line or fault.problem.startswith(WHOLE_FILE), fault.headline
+            name = fault.place.source.name
+            assert name == str(path) or name.startswith("--set "), name
             assert len(fault.headline.splitlines()) == 1
             json.dumps(printing.to_json_data(fault), ensure_ascii=False).encode()
             str(fault).encode()

@@ -94,7 +94,7 @@ def test_unset_variables_are_faults_all_at_once(
     found = loaded(pipeline(DATA), base=False)
     with pytest.raises(PipelineError) as caught:
         found.check_environment()
-    assert [(fault.line, fault.problem) for fault in caught.value.faults] == [
+    assert [(fault.place.line, fault.problem) for fault in caught.value.faults] == [
         (6, "the environment variable PW is not set"),
         (7, "the environment variable API_TOKEN is not set"),
         (8, "the environment variable API_TOKEN is not set"),
@@ -291,7 +291,7 @@ def test_a_line_with_a_secret_is_not_quoted(loaded: Callable[..., LoadedPipeline
         loaded(pipeline("data: {digits: {password: canary-canary, held_out: 7}}\n"), base=False)
     fault = next(fault for fault in caught.value.faults if "held_out" in fault.path)
     assert "\n" not in str(fault)
-    assert fault.column == 1 + "data: {digits: {password: canary-canary, held_out: 7}}".index("7")
+    assert fault.place.column == 1 + "data: {digits: {password: canary-canary, held_out: 7}}".index("7")
 
 
 @pytest.mark.parametrize(

@@ -230,7 +230,7 @@ def test_of_torch_kinds_may_be_named_and_no_prefix(
         import_trusted(name, registry._EXPECTED_HOOK if kind == "hook" else build._REQUIREMENTS_BY_KIND[kind])
     with pytest.raises(PipelineError, match="may not be imported") as caught:
         pipeline(OVERRIDES.get(kind, f"{kind}=NAME").replace("NAME", name))
-    assert [fault.file for fault in caught.value.faults] == ["--set 1"]
+    assert [fault.place.source.name for fault in caught.value.faults] == ["--set 1"]
 
 
 def test_commands_in_options_of_torch_are_not_run(
@@ -519,8 +519,8 @@ def test_check_refuses_by_name_wherever_a_name_may_stand(
     with pytest.raises(PipelineError) as caught:
         pipeline(override)
     (fault,) = caught.value.faults
-    assert fault.file == "--set 1"
-    assert fault.line == 1
+    assert fault.place.source.name == "--set 1"
+    assert fault.place.line == 1
     assert fault.problem == '"os.system" may not be imported: Python\'s own library is never trusted'
     assert fault.allowed == "DDPRUN_TRUSTED allows mylab.nets, torchvision"
 
@@ -555,7 +555,7 @@ def test_a_run_refuses_what_a_trusted_name_leads_to(
     with pytest.raises(PipelineError) as caught:
         make(pipeline(override))
     (fault,) = caught.value.faults
-    assert fault.file == "--set 1"
+    assert fault.place.source.name == "--set 1"
     assert "Python's own library is never trusted" in fault.message
     assert "DDPRUN_TRUSTED allows tests.security.lab" in fault.message
     assert not (tmp_path / "ran").exists()

@@ -382,7 +382,7 @@ def test_a_package_that_is_missing_is_a_fault_of_the_file(
     with pytest.raises(PipelineError) as caught:
         check_trackers(loaded, loaded.pipeline.track)
     fault = caught.value.faults[-1]
-    assert (fault.line, fault.column, fault.path) == (7, 21, "track[1]")
+    assert (fault.place.line, fault.place.column, fault.path) == (7, 21, "track[1]")
     assert fault.problem == "tensorboard needs the package no_such_package, which is not installed"
     assert fault.allowed == "pip install 'ddprun[tensorboard]'"
     if importlib.util.find_spec("mlflow") is None:

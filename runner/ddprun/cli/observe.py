@@ -40,9 +40,8 @@ def observe(
     constructor is replaced in this process until then; nothing else is. The exit code is the script's.
     """
     from ddprun.config import load_trackers
-    from ddprun.config.faults import PipelineError
+    from ddprun.config.faults import PipelineError, Source
     from ddprun.config.reader import parse_yaml
-    from ddprun.config.tree import Source
     from ddprun.observer.run import run_observed_script
     from ddprun_hooks.errors import HookSetupError
     from ddprun_hooks.registry import make_stack

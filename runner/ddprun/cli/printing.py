@@ -61,27 +61,28 @@ def say_failure(error: Exception, expected: tuple[type[Exception], ...], secrets
     return EXIT_FAILURE
 
 
-_FAULT_KEYS = (
-    *("file", "line", "column", "path", "severity", "message"),
-    *("problem", "allowed", "suggestion", "source_line"),
-)
-
-
 def to_json_data(fault: PipelineFault) -> dict[str, Any]:
     """A fault for `--format json`."""
-    return {key: getattr(fault, key) for key in _FAULT_KEYS}
+    words = ("path", "severity", "message", "problem", "allowed", "suggestion")
+    return {
+        "file": fault.place.source.name,
+        "line": fault.place.line,
+        "column": fault.place.column,
+        **{key: getattr(fault, key) for key in words},
+        "source_line": fault.place.source_line,
+    }
 
 
 def github_annotation(fault: PipelineFault) -> str:
     """A fault as a workflow command, which GitHub shows beside the line."""
-    properties = {"title": "ddprun"}
+    place, source, properties = fault.place, fault.place.source, {"title": "ddprun"}
     message = f"{fault.path}: {fault.message}" if fault.path else fault.message
-    if fault.order:
-        message = f"{fault.file}: {message}"
+    if source.order:
+        message = f"{source.name}: {message}"
     else:
-        properties["file"] = fault.file
-        if fault.line:
-            properties |= {"line": str(fault.line), "col": str(fault.column)}
+        properties["file"] = source.name
+        if place.line:
+            properties |= {"line": str(place.line), "col": str(place.column)}
     escaped = {
         key: _escape_data(value).replace(":", "%3A").replace(",", "%2C") for key, value in properties.items()
     }

@@ -100,7 +100,7 @@ def validation_faults(error: ValidationError, root: Node, redact: Redact) -> lis
         at_key = of_key or item["type"] == "missing" or item.get("ctx", {}).get("on_key")
         at_key = at_key and (exact or isinstance(holds, dict) or holds is None)
         place = found.key_place if at_key else found.node.place
-        made.append(place.fault(format_path(path), *_message_parts(item, node, value, redact)))
+        made.append(PipelineFault(place, format_path(path), *_message_parts(item, node, value, redact)))
     return made
 
 

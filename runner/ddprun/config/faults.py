@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ddprun_hooks.config.messages import allowed_values as allowed_values
@@ -13,23 +13,49 @@ Severity = Literal["error", "warning"]
 Redact = Callable[[str], str]  # a text without the secrets in it
 
 _MAX_QUOTED_COLUMNS = 110  # columns of a quoted line; a longer line is cut around the fault
+_BREAK = re.compile(r"\r\n|\n|\r")
 _CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
 """Characters that move a terminal's cursor, change its colors or end a line."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
+class Source:
+    """A text that values come from: the file, or one override."""
+
+    name: str  # the file as the user named it, or `--set 2` for the second override
+    order: int = 0  # 0 for the file, n for the n-th override: faults are shown in this order
+    lines: tuple[str, ...] = field(default=(), repr=False, compare=False)  # with any secrets in them
+
+    @classmethod
+    def from_text(cls, name: str, order: int, text: str) -> "Source":
+        """A source of the given text; lines end as YAML ends them."""
+        return cls(name, order, tuple(_BREAK.split(text)))
+
+
+@dataclass(frozen=True)
+class Place:
+    """A position in a source."""
+
+    source: Source
+    line: int = 0  # from 1; 0 for the whole source (it does not exist, say)
+    column: int = 0  # in characters, from 1; 0 where `line` is 0
+
+    @property
+    def source_line(self) -> str:
+        """The line itself, without its line break; empty if the source does not have it."""
+        lines = self.source.lines
+        return lines[self.line - 1] if 0 < self.line <= len(lines) else ""
+
+
+@dataclass(frozen=True)
 class PipelineFault:
     """One fault of a pipeline file or of an override."""
 
-    file: str  # the file as the user named it, or `--set 2` for the second override
-    order: int = 0  # 0 in the file, n in the n-th override
-    line: int = 0  # from 1; 0 where the fault is the whole file's (it does not exist, say)
-    column: int = 0  # in characters, from 1; 0 where `line` is 0
-    path: str = ""  # key path such as `stages[2].train.steps`; empty for the whole file
+    place: Place
+    path: str  # key path such as `stages[2].train.steps`; empty for the whole file
     problem: str  # what is wrong, naming the value
     allowed: str | None = None  # what is allowed instead, or what to do
     suggestion: str | None = None  # the word that was probably meant
-    source_line: str = ""  # the line itself, without its line break; empty if it holds a secret
     severity: Severity = "error"
 
     @property
@@ -40,24 +66,28 @@ class PipelineFault:
     @property
     def headline(self) -> str:
         """`file:line:column: key.path: message`; a warning says so before the path."""
-        where = f"{self.file}:{self.line}:{self.column}" if self.line else self.file
+        name, line = self.place.source.name, self.place.line
+        where = f"{name}:{line}:{self.place.column}" if line else name
         kind = "warning: " if self.severity == "warning" else ""
         path = f"{self.path}: " if self.path else ""
         return _escaped(f"{where}: {kind}{path}{self.message}")
 
     def redacted(self, redact_text: Redact, redact_line: Redact) -> "PipelineFault":
         """The fault with its words redacted, and without its line if that has anything to redact."""
-        quoted = self.source_line if redact_line(self.source_line) == self.source_line else ""
+        source, line = self.place.source, self.place.source_line
+        lines = source.lines if redact_line(line) == line else ()
         given = {key: getattr(self, key) for key in ("path", "problem", "allowed", "suggestion")}
         words: dict[str, Any] = {key: redact_text(value) for key, value in given.items() if value}
         # What is taken for the name of a file may be KEY=VALUE that lacks its --set.
-        return replace(self, file=redact_line(self.file), **words, source_line=quoted)
+        source = replace(source, name=redact_line(source.name), lines=lines)
+        return replace(self, place=replace(self.place, source=source), **words)
 
     def __str__(self) -> str:
         """The headline, and under it the quoted line with a caret at the column."""
-        if not self.source_line.strip():
+        line = self.place.source_line
+        if not line.strip():
             return self.headline
-        return f"{self.headline}\n{_quote_with_caret(self.source_line, self.column)}"
+        return f"{self.headline}\n{_quote_with_caret(line, self.place.column)}"
 
 
 def _quote_with_caret(line: str, column: int) -> str:

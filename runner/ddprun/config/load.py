@@ -18,7 +18,7 @@ from ddprun.config import resolved as resolving
 from ddprun.config.built_ins import Mlp
 from ddprun.config.checks import KeyConflict, find_conflicts, find_equal_trackers
 from ddprun.config.choices import Choice
-from ddprun.config.faults import PipelineError, PipelineFault
+from ddprun.config.faults import PipelineError, PipelineFault, Place, Source
 from ddprun.config.reader import parse_yaml, read_file
 from ddprun.config.schema import Pipeline, pipeline_with_cluster_keys
 from ddprun.config.secrets import (
@@ -30,17 +30,7 @@ from ddprun.config.secrets import (
 )
 from ddprun.config.sections import TrackerList
 from ddprun.config.stages import Stage
-from ddprun.config.tree import (
-    Entry,
-    KeyPath,
-    Node,
-    Place,
-    Source,
-    find_nearest,
-    format_path,
-    map_strings,
-    parse_path,
-)
+from ddprun.config.tree import Entry, KeyPath, Node, find_nearest, format_path, map_strings, parse_path
 from ddprun.options import Options
 from ddprun_hooks.config.trust import TRUST_VARIABLE, TrustSettingError, read_trust_policy
 
@@ -67,10 +57,10 @@ class Loaded:
         """
         path = _segments(key_path)
         found = find_nearest(self.root, path)
-        fault = found.node.place.fault(key_path, problem, allowed)
+        place = found.node.place
         if path and found.missing_path == path:
-            fault = replace(fault, line=0, column=0, source_line="")
-        return self.secrets.redact_faults([fault])[0]
+            place = Place(place.source)
+        return self.secrets.redact_faults([PipelineFault(place, key_path, problem, allowed)])[0]
 
     def error(self, key_path: str, problem: str, allowed: str | None = None) -> PipelineError:
         return PipelineError([self.fault(key_path, problem, allowed)])
@@ -163,7 +153,7 @@ def load(path: Path, overrides: Sequence[str] = (), folder: Path | None = None) 
     except TrustSettingError as error:
         problem, _, allowed = str(error).partition("; ")
         problem = problem.removeprefix(f"{TRUST_VARIABLE}: ")
-        raise PipelineError([PipelineFault(file=TRUST_VARIABLE, problem=problem, allowed=allowed)]) from None
+        raise PipelineError([PipelineFault(Place(Source(TRUST_VARIABLE)), "", problem, allowed)]) from None
     written, faults = read_file(path)
     if written is None:
         raise PipelineError(Secrets().redact_faults(_sorted(faults)))
@@ -219,7 +209,7 @@ def _secret_faults(root: Node) -> list[PipelineFault]:
         if (wrong := secret_or_reference_problem(item)) is not None:
             nearest = find_nearest(root, item.path)
             place = nearest.key_place if item.is_key else nearest.node.place
-            faults.append(place.fault(format_path(item.path), *wrong))
+            faults.append(PipelineFault(place, format_path(item.path), *wrong))
     return faults
 
 
@@ -257,7 +247,7 @@ def _conflict_fault(root: Node, conflict: KeyConflict) -> PipelineFault:
     has_key = not found.missing_path and not isinstance(found.node.value, (str, list))
     place = found.key_place if has_key else found.node.place
     words = conflict.problem, conflict.allowed, conflict.suggestion, conflict.severity
-    return place.fault(conflict.path, *words)
+    return PipelineFault(place, conflict.path, *words)
 
 
 def _has_fault_below(node: Node) -> bool:
@@ -275,4 +265,8 @@ def _folder_safe_name(path: Path) -> str:
 
 def _sorted(faults: list[PipelineFault]) -> list[PipelineFault]:
     """The file's faults from its top, then those of the overrides, none twice."""
-    return sorted(dict.fromkeys(faults), key=lambda fault: (fault.order, fault.line, fault.column))
+
+    def position(fault: PipelineFault) -> tuple[int, int, int]:
+        return fault.place.source.order, fault.place.line, fault.place.column
+
+    return sorted(dict.fromkeys(faults), key=position)

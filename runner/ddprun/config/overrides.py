@@ -4,15 +4,13 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ddprun.config.faults import PipelineError, PipelineFault
+from ddprun.config.faults import PipelineError, PipelineFault, Place, Source
 from ddprun.config.reader import MAX_BYTES, MAX_DEPTH, parse_yaml
 from ddprun.config.secrets import Secrets
 from ddprun.config.tree import (
     Entry,
     KeyPath,
     Node,
-    Place,
-    Source,
     existing_choice_for,
     find_nearest,
     format_path,
@@ -28,7 +26,7 @@ _PathSegment = tuple[str | int, Place]  # one segment of an override's path, and
 
 
 def _override_error(place: Place, path: KeyPath, problem: str, allowed: str | None = None) -> PipelineError:
-    return PipelineError([place.fault(format_path(path), problem, allowed)])
+    return PipelineError([PipelineFault(place, format_path(path), problem, allowed)])
 
 
 def apply(root: Node, overrides: Sequence[str]) -> tuple[Node, list[PipelineFault]]:

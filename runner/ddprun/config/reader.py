@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 
 import yaml
 
-from ddprun.config.faults import PipelineFault, closest_match
+from ddprun.config.faults import PipelineFault, Place, Source, closest_match
 from ddprun.config.scalars import parse_scalar
-from ddprun.config.tree import Entry, KeyPath, Node, Place, Source, format_path
+from ddprun.config.tree import Entry, KeyPath, Node, format_path
 from ddprun_hooks.config.messages import describe_value
 
 MAX_BYTES = 64 * 1024
@@ -67,6 +67,7 @@ ReadResult = tuple[Node | None, list[PipelineFault]]  # the root node, if there 
 def read_file(path: Path) -> ReadResult:
     """Read a pipeline file. A file that cannot be read is a fault like any other."""
     name = str(path)
+    whole_file = Place(Source(name))
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
@@ -75,7 +76,7 @@ def read_file(path: Path) -> ReadResult:
     if len(raw) > MAX_BYTES:
         size = f"{MAX_BYTES // 1024} KiB"
         problem = f"the file is longer than {size}"
-        return None, [PipelineFault(file=name, problem=problem, allowed=f"at most {size}")]
+        return None, [PipelineFault(whole_file, "", problem, f"at most {size}")]
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -83,16 +84,16 @@ def read_file(path: Path) -> ReadResult:
         before = Source.from_text(name, 0, raw[: error.start].decode("utf-8-sig", errors="replace")).lines
         place = Place(source, len(before), len(before[-1]) + 1)
         problem = f"byte 0x{raw[error.start]:02x} at offset {error.start} is not UTF-8"
-        return None, [place.fault("", problem, "save the file as UTF-8")]
+        return None, [PipelineFault(place, "", problem, "save the file as UTF-8")]
     root, faults = parse_yaml(text, Source.from_text(name, 0, text))
     if (root is None and not faults) or (root is not None and root.value is None):
         hint = "`ddprun init` writes one to start from"
-        faults.append(PipelineFault(file=name, problem="the file is empty", allowed=hint))
+        faults.append(PipelineFault(whole_file, "", "the file is empty", hint))
     elif root is not None and not isinstance(root.value, dict):
         got = "a list" if isinstance(root.value, list) else "a single value"
         colon = "put a space after the colon" if root.text and ":" in root.text else None
         problem = f"expected `key: value` lines at the top, got {got}"
-        faults.append(root.place.fault("", problem, colon))
+        faults.append(PipelineFault(root.place, "", problem, colon))
     return (root if root is not None and isinstance(root.value, dict) else None), faults
 
 
@@ -102,7 +103,7 @@ def parse_yaml(text: str, source: Source, column: int = 1, path: KeyPath = ()) -
         before = Source.from_text("", 0, text[: forbidden.start()]).lines
         place = Place(source, len(before), len(before[-1]) + (column if len(before) == 1 else 1))
         problem = f"the invisible character U+{ord(forbidden[0]):04X} is not allowed in a pipeline"
-        return None, [place.fault("", problem, "remove it")]
+        return None, [PipelineFault(place, "", problem, "remove it")]
     builder = _Builder(yaml.SafeLoader(text), source, column)
     root: Node | None = None
     try:
@@ -137,7 +138,7 @@ class _Builder:
         return Place(self.source, 1 + line, column + (self.column if line == 0 else 1))
 
     def add_fault(self, place: Place, path: KeyPath, problem: str, allowed: str | None = None) -> None:
-        self.faults.append(place.fault(format_path(path), problem, allowed))
+        self.faults.append(PipelineFault(place, format_path(path), problem, allowed))
 
     def build_document(self, path: KeyPath) -> Node | None:
         """The root; None if the text holds no value. `path` leads to the root."""
@@ -269,20 +270,20 @@ def _syntax_fault(builder: _Builder, error: yaml.MarkedYAMLError) -> PipelineFau
             break
     if error.context_mark and error.context and error.problem == "found unexpected end of stream":
         place = builder.place(error.context_mark.line, error.context_mark.column)
-    if "${" in builder.source.line(place.line)[: place.column]:
+    if "${" in place.source_line[: place.column]:
         allowed = 'inside { } and [ ], put "${env:NAME}" in quotes'
-    return place.fault("", f"not valid YAML: {problem}", allowed)
+    return PipelineFault(place, "", f"not valid YAML: {problem}", allowed)
 
 
 def _unreadable_file_fault(path: Path, error: OSError) -> PipelineFault:
-    name = str(path)
+    place = Place(Source(str(path)))
     if isinstance(error, FileNotFoundError):
         folder = path.parent
         others = {entry.stem: entry for entry in folder.glob("*.y*ml")} if folder.is_dir() else {}
         near = closest_match(path.stem, others)
         suggestion = str(others[near]) if near else None
-        return PipelineFault(file=name, problem="there is no such file", suggestion=suggestion)
+        return PipelineFault(place, "", "there is no such file", suggestion=suggestion)
     if isinstance(error, IsADirectoryError):
-        return PipelineFault(file=name, problem="this is a directory", allowed="name a pipeline file in it")
+        return PipelineFault(place, "", "this is a directory", "name a pipeline file in it")
     reason = (error.strerror or str(error)).lower()
-    return PipelineFault(file=name, problem=f"the file cannot be read: {reason}")
+    return PipelineFault(place, "", f"the file cannot be read: {reason}")

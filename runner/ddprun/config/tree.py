@@ -5,60 +5,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddprun.config.faults import PipelineFault, Severity
+from ddprun.config.faults import Place
 from ddprun.config.scalars import Scalar
 from ddprun.options import KeyPath as KeyPath
 
-_BREAK = re.compile(r"\r\n|\n|\r")
 _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
-
-
-@dataclass(frozen=True)
-class Source:
-    """A text that values come from: the file, or one override."""
-
-    name: str  # the file as the user named it, or `--set 1`
-    order: int  # 0 for the file, n for the n-th override: faults are shown in this order
-    lines: tuple[str, ...]
-
-    @classmethod
-    def from_text(cls, name: str, order: int, text: str) -> "Source":
-        """A source of the given text; lines end as YAML ends them."""
-        return cls(name, order, tuple(_BREAK.split(text)))
-
-    def line(self, number: int) -> str:
-        """Line `number` (from 1), empty beyond the text."""
-        return self.lines[number - 1] if 0 < number <= len(self.lines) else ""
-
-
-@dataclass(frozen=True)
-class Place:
-    """A position in a source, line and column from 1."""
-
-    source: Source
-    line: int
-    column: int
-
-    def fault(
-        self,
-        path: str,
-        problem: str,
-        allowed: str | None = None,
-        suggestion: str | None = None,
-        severity: Severity = "error",
-    ) -> PipelineFault:
-        return PipelineFault(
-            file=self.source.name,
-            order=self.source.order,
-            line=self.line,
-            column=self.column,
-            path=path,
-            problem=problem,
-            allowed=allowed,
-            suggestion=suggestion,
-            source_line=self.source.line(self.line),
-            severity=severity,
-        )
 
 
 @dataclass

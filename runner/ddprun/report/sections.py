@@ -9,9 +9,9 @@ from typing import Any
 
 from markupsafe import Markup
 
+from ddprun.config.faults import Source
 from ddprun.config.reader import parse_yaml
 from ddprun.config.resolved import flow_yaml
-from ddprun.config.tree import Source
 from ddprun.report import charts
 from ddprun.report.blocks import (
     Block,
