@@ -112,10 +112,10 @@ def test_a_prediction_stands_beside_what_was_measured(tmp_path: Path) -> None:
         "The step differs from the prediction by no more than 10%.",
     ]
     assert stage.step_parts_us == {
-        "own": (54_000, 54_000),
+        "own work": (54_000, 54_000),
         "hooks": (0, 0),
-        "late": (0, 0),
-        "wire": (21_000, 21_000),
+        "waiting for the last rank": (0, 0),
+        "waiting for the wire": (21_000, 21_000),
         "step": (75_000, 75_000),
     }
     assert stage.buckets == {f"gradient {n}": (ends, ends) for n, ends in enumerate(ENDS)}

@@ -24,22 +24,13 @@ from ddprun.telemetry.reader import steps_between
 from ddprun.telemetry.records import StepRecord
 from ddprun.units import format_duration, format_world_sizes
 
-StepPart = Literal["own", "hooks", "late", "wire", "step"]
-"""What a training thread spends a step on: its own work, hooks, waiting for the last rank, and for the wire.
-The last is all of it."""
+_STEP_PARTS = ("own work", "hooks", "waiting for the last rank", "waiting for the wire", "step")
+"""What a training thread spends a step on; the last is all of it."""
 
 _NOTABLE_DIFFERENCE = 0.1  # a share of what was predicted: of a larger one the part is named
 _STARVED_CPU_SHARE = 0.8
 """If ranks had a core for less than this share of the time in which they did not wait, that is named where a
 step took longer."""
-
-PART_NAMES: dict[StepPart, str] = {
-    "own": "own work",
-    "hooks": "hooks",
-    "late": "waiting for the last rank",
-    "wire": "waiting for the wire",
-    "step": "step",
-}
 
 
 class BucketTimes(NamedTuple):
@@ -60,7 +51,7 @@ class StageComparison:
 
     stage: str
     sentences: Sequence[str]
-    step_parts_us: Mapping[StepPart, tuple[float, float]] = field(default_factory=dict)
+    step_parts_us: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # in `_STEP_PARTS`
     buckets: Mapping[str, tuple[BucketTimes | None, BucketTimes | None]] = field(default_factory=dict)
 
 
@@ -84,13 +75,13 @@ class _PredictedTimes(BaseModel):
     buckets: list[_PredictedBucket]
 
     @property
-    def step_parts(self) -> dict[StepPart, float]:
+    def step_parts(self) -> dict[str, float]:
         """A step, divided as records divide it."""
         late, hooks_us = self.waits_us.get("late", 0.0), self.waits_us.get("hooks", 0.0)
         wire = sum(self.waits_us.values()) - late - hooks_us
         hooks = self.parts_us.get("hooks", 0.0) + hooks_us
         own = self.step_us - hooks - late - wire
-        return {"own": own, "hooks": hooks, "late": late, "wire": wire, "step": self.step_us}
+        return dict(zip(_STEP_PARTS, (own, hooks, late, wire, self.step_us), strict=True))
 
     @property
     def bucket_times(self) -> dict[str, BucketTimes]:
@@ -166,7 +157,7 @@ class MeasuredStage:
     buckets: dict[str, list[BucketTimes]] = field(default_factory=lambda: defaultdict(list))
     bucket_sizes: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))  # in bytes
 
-    def mean_step_parts_us(self, cycle: int) -> dict[StepPart, float]:
+    def mean_step_parts_us(self, cycle: int) -> dict[str, float]:
         """What a step is made of, in microseconds: means over ranks and whole cycles; empty without one."""
         rows = list[tuple[float, ...]]()
         for lines in self.step_records.values():
@@ -174,9 +165,9 @@ class MeasuredStage:
                 some = lines[start : start + cycle]
                 names = ("exposed_hook_us", "exposed_wait_us", "exposed_wire_us", "step_us")
                 hooks, late, wire, step_us = (fmean(getattr(line, name) for line in some) for name in names)
-                rows.append((step_us - hooks - late - wire, hooks, late, wire, step_us))  # as in `PART_NAMES`
+                rows.append((step_us - hooks - late - wire, hooks, late, wire, step_us))  # as `_STEP_PARTS`
         counted = without_outliers(rows, lambda row: row[0])
-        return dict(zip(PART_NAMES, map(fmean, zip(*counted, strict=True)), strict=True)) if counted else {}
+        return dict(zip(_STEP_PARTS, map(fmean, zip(*counted, strict=True)), strict=True)) if counted else {}
 
     @property
     def cpu_share_while_working(self) -> float:
@@ -271,7 +262,7 @@ def compare_stages(digest: RunDigest, prediction: PredictionFile) -> list[StageC
     return [one.compare_with(prediction) for one in found.values() if one.step_records]
 
 
-def _difference_sentence(parts_us: Mapping[StepPart, tuple[float, float]], cpu_share: float) -> str:
+def _difference_sentence(parts_us: Mapping[str, tuple[float, float]], cpu_share: float) -> str:
     """Whether the step differs much from its prediction, and which of its parts does most."""
     more_us = {part: measured - predicted for part, (predicted, measured) in parts_us.items()}
     total_us = more_us.pop("step")
@@ -280,7 +271,7 @@ def _difference_sentence(parts_us: Mapping[StepPart, tuple[float, float]], cpu_s
     sign = math.copysign(1.0, total_us)
     most = max(more_us, key=lambda part: more_us[part] * sign)
     by = format_duration(1e-6 * abs(more_us[most]))
-    text = f"The part that {'grew' if total_us > 0 else 'shrank'} most is {PART_NAMES[most]}, by {by}."
+    text = f"The part that {'grew' if total_us > 0 else 'shrank'} most is {most}, by {by}."
     if total_us > 0 and cpu_share < _STARVED_CPU_SHARE:
         text += f" Ranks share too few cores: each had a core for {cpu_share:.0%} of the time in which it did"
         text += " not wait."

@@ -25,7 +25,7 @@ from ddprun.report.blocks import (
 )
 from ddprun.report.charts import StyledCurve
 from ddprun.report.digest import PERCENTILES, STEP_PARTS, Curve, RunDigest, Timeline, Traffic
-from ddprun.report.predicted import PART_NAMES, StageComparison
+from ddprun.report.predicted import StageComparison
 from ddprun.report.sentences import ending
 from ddprun.telemetry.reader import readable_event_name
 from ddprun.telemetry.records import BufferUsage, StageStarted, Started, Summary
@@ -314,7 +314,7 @@ def _predicted_section(predicted: Sequence[Sequence[StageComparison]], runs: Nam
             yield from map(Text, one.sentences)
             heads = ["", "predicted, ms", "measured, ms", "difference, ms", "of the step"]
             rows = [
-                [PART_NAMES[part], *_predicted_measured_cells(*us, one.step_parts_us["step"][0])]
+                [part, *_predicted_measured_cells(*us, one.step_parts_us["step"][0])]
                 for part, us in one.step_parts_us.items()
             ]
             yield Table(heads, rows, "A step of the training thread, means over ranks and steps.")
