@@ -111,15 +111,6 @@ class _PredictedStage(BaseModel):
     exchanges: list[_PlannedExchange] = []
     predicted: _PredictedTimes | None = None
 
-    @property
-    def bucket_sizes(self) -> dict[str, set[int]]:
-        """The bytes of each bucket, under the name that records have for it: of all exchanges with it."""
-        found = defaultdict[str, set[int]](set)
-        for exchange in self.exchanges:
-            for one in exchange.buckets:
-                found[f"{exchange.kind} {one.bucket}"].add(one.bytes)
-        return found
-
 
 class PredictionFile(BaseModel):
     """What `ddprun explain --link … --format json` printed, as far as it is needed."""
@@ -155,7 +146,7 @@ class MeasuredStage:
     stage: StageDigest
     step_records: dict[int, list[StepRecord]] = field(default_factory=dict)  # by rank
     buckets: dict[str, list[BucketTimes]] = field(default_factory=lambda: defaultdict(list))
-    bucket_sizes: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))  # in bytes
+    bucket_sizes: set[tuple[str, int]] = field(default_factory=set)  # names, as in `buckets`, and bytes
 
     def mean_step_parts_us(self, cycle: int) -> dict[str, float]:
         """What a step is made of, in microseconds: means over ranks and whole cycles; empty without one."""
@@ -193,11 +184,11 @@ class MeasuredStage:
             "sync": (flow_yaml(one.sync), flow_yaml(self.stage.sync)),
             "hooks": (flow_yaml(hooks), flow_yaml(list(self.stage.hooks))),
         }
-        planned_sizes = one.bucket_sizes
-        for name, own in self.bucket_sizes.items():
-            if (planned := planned_sizes.get(name, own)).isdisjoint(own):  # another model, or options of DDP
-                facts[name] = (f"of {min(planned):,} bytes", f"of {min(own):,} bytes")
-                break  # then others differ, too
+        planned = {(f"{sent.kind} {at.bucket}", at.bytes) for sent in one.exchanges for at in sent.buckets}
+        planned_sizes = dict(sorted(planned))
+        unplanned = [found for found in self.bucket_sizes - planned if found[0] in planned_sizes]
+        for name, size in sorted(unplanned)[:1]:  # another model, or options of DDP; others differ then, too
+            facts[name] = (f"of {planned_sizes[name]:,} bytes", f"of {size:,} bytes")
         differ = [
             f"{name} {predicted} (in the run {actual})"
             for name, (predicted, actual) in facts.items()
@@ -258,7 +249,7 @@ def compare_stages(digest: RunDigest, prediction: PredictionFile) -> list[StageC
                 times = BucketTimes(bucket.ready_us - start, bucket.done_us - start)
                 name = f"{bucket.kind} {bucket.bucket}"
                 found[lines[at].stage].buckets[name].append(times)
-                found[lines[at].stage].bucket_sizes[name].add(bucket.bytes)
+                found[lines[at].stage].bucket_sizes.add((name, bucket.bytes))
     return [one.compare_with(prediction) for one in found.values() if one.step_records]
 
 
