@@ -521,7 +521,7 @@ def _read_fidelity(digest: RunDigest) -> None:
         for line in digest.run.bucket_records(rank, holding=b'"fidelity"'):
             for name, column in columns.items():
                 index = _step_index(digest.recorded_steps, line.step)
-                column.add(index, getattr(line.fidelity, name, None))
+                column.add(index, (line.fidelity or {}).get(name))
     curves = {name: column.curve(digest.stages) for name, column in columns.items()}
     digest.fidelity = {name: curve for name, curve in curves.items() if curve.steps}
 

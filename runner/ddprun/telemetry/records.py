@@ -81,16 +81,6 @@ class CollectiveRecord(Struct):
     done_us: Integer
 
 
-class FidelityRecord(Struct):
-    """How a bucket's mean with hooks compares with the exact one: `ddprun_hooks.comm.trace.Fidelity`."""
-
-    cosine: float | None
-    relative_l2: float | None
-    norm_ratio: float | None
-    residual_norm: float | None
-    wire_bytes: Count
-
-
 class BucketRecord(Struct, kw_only=True, omit_defaults=True):
     """A line of `buckets/rank-….jsonl`."""
 
@@ -116,7 +106,7 @@ class BucketRecord(Struct, kw_only=True, omit_defaults=True):
     legs: list[CollectiveRecord]
     params_ready_us: list[Integer | None] | None = None
     completed_by: str | None = None
-    fidelity: FidelityRecord | None = None
+    fidelity: dict[str, float | None] | None = None  # `ddprun_hooks.comm.trace.Fidelity`; None: NaN
 
 
 class ProfilerRecord(Struct, kw_only=True, omit_defaults=True):

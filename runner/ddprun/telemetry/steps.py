@@ -29,7 +29,6 @@ from ddprun.telemetry.records import (
     VERSION,
     BucketRecord,
     CollectiveRecord,
-    FidelityRecord,
     MachineRecord,
     StepRecord,
 )
@@ -503,7 +502,7 @@ def bucket_record(
         legs=legs,
         params_ready_us=params_ready_us,
         completed_by=completed_by,
-        fidelity=None if trace.fidelity is None else FidelityRecord(**asdict(trace.fidelity)),
+        fidelity=None if trace.fidelity is None else asdict(trace.fidelity),
     )
 
 
