@@ -321,7 +321,7 @@ def test_an_overflow_comes_with_its_own_step(alone: StepRecorder) -> None:
     known += alone.end_stage()
     assert [agreed.steps for agreed in known] == [[1, 2, 3, 4, 5, 6]]
     assert known[0].loss == 6.0, "of the newest"
-    assert [(step, one.hook, one.bucket) for step, one in known[0].overflows] == [
+    assert [(step, finding.hook, at.bucket) for step, at, finding in known[0].overflows] == [
         (3, "fp16", 3),
         (6, "fp16", 6),
     ]

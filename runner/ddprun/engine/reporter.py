@@ -26,7 +26,6 @@ from ddprun.host.processes import cores
 from ddprun.parallel.ranks import Ranks
 from ddprun.plugins import TRACKERS
 from ddprun.sync.audit import AuditResult
-from ddprun.telemetry.control_message import HookOverflow
 from ddprun.telemetry.progress import Screen
 from ddprun.telemetry.recorder import AgreedSteps, StepRecorder
 from ddprun.telemetry.records import SharesSet, Started, StepRecord, Straggler, Summary
@@ -37,6 +36,7 @@ from ddprun.units import abbreviated_list, format_count
 from ddprun_hooks import Hook
 from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.comm.trace import BucketTrace
+from ddprun_hooks.payload import Finding
 
 _MOST_RANKS_SHOWN = 8
 
@@ -129,8 +129,8 @@ class Reporter:
     def progress(self, agreed_steps: Sequence[AgreedSteps], step: int) -> None:
         """Show what all ranks have just learned, oldest first, after `step` steps of the run."""
         for one in agreed_steps:
-            for at, found in one.overflows:
-                self._report_overflow(at, found)
+            for overflow in one.overflows:
+                self._report_overflow(*overflow)
             if one.straggler_changed:
                 self._report_straggler(one.steps[-1], one.straggler)
         if agreed_steps:
@@ -182,18 +182,17 @@ class Reporter:
         share = f"{now.late_us / now.step_us:.0%} of the time between two synchronisations"
         self.note(f"step {step}: {now.describe()}, {share}")
 
-    def _report_overflow(self, step: int, found: HookOverflow) -> None:
+    def _report_overflow(self, step: int, trace: BucketTrace[int], finding: Finding) -> None:
         """A cast has made a mean infinite: the event each time, a line on the screen the first time."""
         self._overflows += 1
-        names = list(found.params)
-        self.events.warning(
-            "overflow", step=step, hook=found.hook, kind=found.kind, bucket=found.bucket, params=names
-        )
+        hook, kind, bucket = finding.hook, trace.kind, trace.bucket
+        names = [param.name for param in trace.params]
+        self.events.warning("overflow", step=step, hook=hook, kind=kind, bucket=bucket, params=names)
         if self._overflows == 1:
             self.note(
-                f"step {step}: bucket {found.bucket} ({names[0]} … {names[-1]}) overflowed in "
-                f"{found.hook}: finite {found.kind} values came back as infinity; use bf16, or scale the "
-                "loss down (clip_norm acts only after the exchange)"
+                f"step {step}: bucket {bucket} ({names[0]} … {names[-1]}) overflowed in {hook}: finite "
+                f"{kind} values came back as infinity; use bf16, or scale the loss down (clip_norm acts "
+                "only after the exchange)"
             )
 
     def report_nonfinite(self, found: Nonfinite) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 from ddprun.telemetry.records import OWN_PARTS
 from ddprun.telemetry.steps import FloatArray, IntArray, ResolvedSteps, means_of
 from ddprun_hooks.comm.trace import BucketTrace
-from ddprun_hooks.payload import Finding, PayloadKind
+from ddprun_hooks.payload import Finding
 
 STOP, CHECKPOINT, COMPARE_CLOCKS = 1, 2, 4  # requests; a message has their sum
 SUMS = ("samples", "steps", "us", *OWN_PARTS)
@@ -216,27 +216,19 @@ def _message_of(rows: Sequence[int], resolved: ResolvedSteps) -> IntArray:
     return message_of
 
 
-@dataclass(frozen=True, slots=True)
-class HookOverflow:
-    """A bucket whose mean a hook's cast made infinite though every rank's own values were finite."""
-
-    kind: PayloadKind
-    bucket: int
-    hook: str
-    params: tuple[str, ...]
-
-
 def _nonfinite(traces: Iterable[BucketTrace[int]]) -> Iterator[tuple[BucketTrace[int], Finding]]:
     """The buckets that did not come back finite, in an order that is the same on all ranks, as they are."""
     for trace in sorted(traces, key=lambda trace: (trace.kind, trace.bucket)):
         yield from ((trace, finding) for finding in trace.findings if finding.code)
 
 
-def find_overflow(codes: Sequence[int], traces: Sequence[BucketTrace[int]]) -> HookOverflow | None:
-    """The overflow that each rank's `first_finding` shows; `traces` are this rank's in which hooks have found
-    something.
+def find_overflow(
+    codes: Sequence[int], traces: Sequence[BucketTrace[int]]
+) -> tuple[BucketTrace[int], Finding] | None:
+    """A bucket whose mean a hook's cast made infinite though every rank's own values were finite, and what
+    that hook has found. `codes`: each rank's `first_finding`; `traces`: this rank's in which hooks have
+    found something.
     """
-    trace, finding = next(_nonfinite(traces), (None, None))
-    if trace is None or finding is None or 2 in codes:  # some rank's own values were not finite
+    if 2 in codes:  # some rank's own values were not finite
         return None
-    return HookOverflow(trace.kind, trace.bucket, finding.hook, tuple(param.name for param in trace.params))
+    return next(_nonfinite(traces), None)

@@ -33,7 +33,6 @@ from ddprun.telemetry.control_message import (
     STEPS_AT,
     STOP,
     US_AT,
-    HookOverflow,
     MessageAccumulator,
     OwnMessages,
     all_ready_us,
@@ -61,6 +60,7 @@ from ddprun.telemetry.stragglers import StragglerDetector
 from ddprun.telemetry.writer import Writer, encode_json_line, record_file
 from ddprun_hooks.comm.control import ControlChannel, PendingGather
 from ddprun_hooks.comm.trace import BucketTrace, now_us, read_finding_codes
+from ddprun_hooks.payload import Finding
 
 _POST_EVERY_US = 500_000.0
 """Messages of about so much time are posted together: an exchange, however small, costs threads of all ranks
@@ -87,7 +87,7 @@ class AgreedSteps(NamedTuple):
     checkpoint: bool  # some rank was asked for a checkpoint
     compare_clocks: bool  # rank 0 wants the clocks compared again
     nonfinite: bool = False  # some rank's loss was not finite in one of the steps, or in one before them
-    overflows: Sequence[tuple[int, HookOverflow]] = ()  # steps, and the first overflow of each
+    overflows: Sequence[tuple[int, BucketTrace[int], Finding]] = ()  # steps, and the first overflow of each
     straggler: Straggler | None = None  # who is late now
     straggler_changed: bool = False  # that is new
     skipped: tuple[int, list[int]] | None = None  # a step in which these ranks alone exchanged nothing
@@ -114,12 +114,12 @@ def combine_messages(
     if not count:
         return None
     straggler_changed = stragglers.add(own.steps[: len(own.rows)], messages)
-    overflows = list[tuple[int, HookOverflow]]()
+    overflows = list[tuple[int, BucketTrace[int], Finding]]()
     findings = messages[:count, :, FINDING_AT].astype(int)
     for message in np.flatnonzero(findings.any(1)).tolist():
         found = find_overflow(findings[message].tolist(), own.findings.get(message, ()))
         if found is not None:
-            overflows.append((own.steps[message], found))
+            overflows.append((own.steps[message], *found))
     requests = np.bitwise_or.reduce(messages[..., REQUESTS_AT].astype(int), axis=0)  # of each rank
     of_any_rank = int(np.bitwise_or.reduce(requests))
     loss, values = (None, dict[str, float]()) if before is None else (before.loss, {**before.mean_values})
