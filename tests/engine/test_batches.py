@@ -355,7 +355,7 @@ def fed(folder: Path, sampler: str) -> list[list[int]]:
     """Indices that this rank loads in each epoch."""
     from ddprun.config.load import load
     from ddprun.engine.feeds import open_training_feeds
-    from ddprun.host.pipeline_folder import prepare_imports
+    from ddprun.host.code_folders import prepare_imports
 
     (folder / "s.yaml").write_text(SAMPLED.format(sampler=sampler))
     loaded = load(folder / "s.yaml")

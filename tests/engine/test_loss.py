@@ -18,7 +18,7 @@ from ddprun.engine.objective import Objective, Precision
 from ddprun.engine.worker import run_worker
 from ddprun.explain.explain import explain
 from ddprun.explain.text import render_text
-from ddprun.host.pipeline_folder import prepare_imports
+from ddprun.host.code_folders import prepare_imports
 from ddprun.telemetry.reader import Run
 from ddprun.track import StepInfo, curves
 from tests.checkpoint import runs

@@ -10,7 +10,7 @@ from torch import nn
 from ddprun.config import PipelineError, load
 from ddprun.engine import build, seeding
 from ddprun.engine.objective import Objective, Precision
-from ddprun.host.pipeline_folder import prepare_imports
+from ddprun.host.code_folders import prepare_imports
 from tests.ranks import ddprun_here
 
 MODULE = """

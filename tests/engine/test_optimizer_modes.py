@@ -15,7 +15,7 @@ from ddprun.engine import build
 from ddprun.engine.optimizers import build_optimizer, settings_of_stages
 from ddprun.engine.turns import build_turns
 from ddprun.engine.worker import run_worker
-from ddprun.host.pipeline_folder import prepare_imports
+from ddprun.host.code_folders import prepare_imports
 from tests.checkpoint.runs import final
 from tests.engine.running import SAMPLES, events, run_pipeline, run_to_end, weights
 from tests.ranks import as_processes

@@ -18,7 +18,7 @@ from ddprun.engine.optimizers import build_optimizer
 from ddprun.engine.turns import build_turns
 from ddprun.engine.weights import load_weights
 from ddprun.engine.worker import run_worker
-from ddprun.host.pipeline_folder import prepare_imports
+from ddprun.host.code_folders import prepare_imports
 from tests.engine.running import events, run_pipeline, summary, weights
 from tests.ranks import as_processes, ddprun_here
 

@@ -618,7 +618,7 @@ def test_the_pipelines_folder_holds_only_what_is_listed(tmp_path: Path) -> None:
     (tmp_path / "optional.py").write_text("import builtins\nbuiltins.ran.append('optional')\n")
     program = (
         "import builtins, pathlib, sys\n"
-        "from ddprun.host.pipeline_folder import prepare_imports\n"
+        "from ddprun.host.code_folders import prepare_imports\n"
         "builtins.ran = []\n"
         "folder = pathlib.Path(sys.argv[1]).parent\n"
         "for _ in range(2): prepare_imports(folder)\n"

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from ddprun import LAUNCHED_VARIABLE, TURNS_VARIABLE, InputError
 from ddprun.cli import printing
-from ddprun.cli.completion import complete_setting
 from ddprun.config import load
+from ddprun.config.errors import section_model_of
+from ddprun.config.schema import pipeline_with_cluster_keys
+from ddprun.plugins import CLUSTERS
 from ddprun.run_files import ResumeMode, open_file, pipeline_folder
 
 FlagValue = str | int | float | bool | None
@@ -91,13 +94,24 @@ def as_bad_parameter(hint: str) -> Iterator[None]:
         raise click.BadParameter(str(error), param_hint=hint) from None
 
 
+# Click makes the script that a shell reads (`_DDPRUN_COMPLETE=bash_source ddprun`), which asks ddprun itself.
+# https://click.palletsprojects.com/en/stable/shell-completion/
+def _complete_setting(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Keys of a pipeline that begin like `incomplete`, with what follows a key."""
+    keys = []
+    for name, field in pipeline_with_cluster_keys(CLUSTERS.names()).model_fields.items():
+        section = section_model_of(field)
+        keys += [name] if section is None else [f"{name}.{key}" for key in section.model_fields]
+    return [CompletionItem(f"{key}=") for key in sorted(keys) if key.startswith(incomplete)]
+
+
 def override_option(text: str) -> Callable[[Any], Any]:
     """`--set KEY=VALUE`, as often as one likes."""
     return click.option(
         *("--set", "overrides"),
         metavar="KEY=VALUE",
         multiple=True,
-        shell_complete=complete_setting,
+        shell_complete=_complete_setting,
         help=text,
     )
 

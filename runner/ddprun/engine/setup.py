@@ -35,7 +35,7 @@ from ddprun.engine.state import check_state_storable, find_locations, open_write
 from ddprun.engine.turns import Turns, build_turns
 from ddprun.engine.weights import WeightAverage, has_train_eval_modes, load_weights
 from ddprun.host import dev_shm, rank_files
-from ddprun.host.pipeline_folder import prepare_imports
+from ddprun.host.code_folders import prepare_imports
 from ddprun.parallel.ddp import DdpReplica
 from ddprun.parallel.ranks import Ranks
 from ddprun.standard_streams import print_stderr

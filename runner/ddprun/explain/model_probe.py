@@ -29,8 +29,8 @@ from ddprun.engine.objective import (
 )
 from ddprun.engine.optimizers import build_optimizer, check_closure, settings_of_stages
 from ddprun.engine.turns import Turns, build_turns
+from ddprun.host.code_folders import prepare_imports
 from ddprun.host.device import gpu_count
-from ddprun.host.pipeline_folder import prepare_imports
 from ddprun.parallel.ddp import DdpReplica, predict_bucket_layout, sparse_parameters
 from ddprun.sync.buffers import BufferUse, trainable_parameters
 from ddprun.units import format_count

@@ -1,18 +1,24 @@
-"""Folders from which libraries load code, such as kernels that torch.compile has built.
+"""Folders from which code is loaded: that of the pipeline file, and those of libraries.
 
-By default torch keeps them below the folder of temporary files, under a name that everybody can guess, and
-unpickles what it finds there. Another user of the host may have been there first.
+Libraries keep code there such as kernels that torch.compile has built. By default torch does so below the
+folder of temporary files, under a name that everybody can guess, and unpickles what it finds there. Another
+user of the host may have been there first.
 """
 
 import os
 import shutil
 import stat
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import ModuleType
 
 from ddprun import InputError
+from ddprun_hooks.config.trust import read_trust_policy
 
 _KEPT = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 _IN_HOME = ("TORCH_EXTENSIONS_DIR",)  # what is not set, torch looks for below the home
@@ -89,3 +95,38 @@ def _make_private_folder(folder: Path, variable: str) -> bool:
         f"{folder} {problem}, and libraries load code from it: remove it, or set {variable} to a folder that "
         "only you can write"
     )
+
+
+def prepare_imports(folder: Path) -> None:
+    """Let import paths find modules in the folder of the pipeline file, after everything that is installed;
+    those that read the command line when they are imported find no arguments, which are ddprun's own.
+
+    Where `DDPRUN_TRUSTED` sets a limit, only the packages that it names with `./` are looked for there.
+    Another one that it lists may not be installed, and what is installed may try to import more than that:
+    either would be found in a stranger's folder. Raises TrustSettingError if the variable cannot be read.
+    """
+    del sys.argv[1:]
+    path, trust_policy = str(folder), read_trust_policy()
+    if not trust_policy.restricts_imports:
+        if path not in sys.path:
+            sys.path.append(path)
+    elif trust_policy.in_folder and not any(
+        isinstance(finder, _FolderFinder) and finder.folder == path for finder in sys.meta_path
+    ):
+        packages = frozenset(prefix.partition(".")[0] for prefix in trust_policy.in_folder)
+        sys.meta_path.append(_FolderFinder(path, packages))
+
+
+class _FolderFinder(MetaPathFinder):
+    """Finds some top-level packages in one folder."""
+
+    def __init__(self, folder: str, roots: frozenset[str]) -> None:
+        self.folder = folder
+        self._roots = roots
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if path is None and fullname in self._roots:
+            return PathFinder.find_spec(fullname, [self.folder], target)
+        return None

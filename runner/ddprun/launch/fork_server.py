@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-from ddprun.host.pipeline_folder import prepare_imports
+from ddprun.host.code_folders import prepare_imports
 from ddprun.host.processes import (
     adopting_orphans,
     close_inherited_files,
