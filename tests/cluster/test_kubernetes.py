@@ -270,9 +270,9 @@ def test_a_cluster_without_kubeflow(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
-        ("{pod: {containers: []}}", 'kubernetes.pod.containers: "containers" is set by ddprun; there is one'),
-        ("{pod: {labels: {}}}", 'kubernetes.pod.labels: "labels" is not a field of a pod; the fields of a'),
-        ("{pod: {nodeSelectr: {}}}", '"nodeSelectr" is not a field of a pod; did you mean "nodeSelector"?'),
+        ("{pod: {containers: []}}", 'kubernetes.pod.containers: "containers" is not allowed; there is one'),
+        ("{pod: {labels: {}}}", 'kubernetes.pod.labels: unknown field of a pod "labels"; allowed: affinity'),
+        ("{pod: {nodeSelectr: {}}}", 'topologySpreadConstraints (did you mean "nodeSelector"?)'),
         ("{memory: lots}", 'kubernetes.memory: cannot be "lots"; a number of bytes, as in 512Mi or 8Gi'),
         ("{kind: pod}", 'kubernetes.kind: unknown value "pod"; allowed: trainjob, job'),
         ("{resources: {gpu: 1}}", "a device as its plugin calls it, as in amd.com/gpu"),

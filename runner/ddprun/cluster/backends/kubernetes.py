@@ -46,8 +46,8 @@ from ddprun.options import (
     expected,
     pattern_constraint,
     problem,
+    unknown_name,
 )
-from ddprun_hooks.config.messages import allowed_values, closest_match
 
 JOB_LABEL = "ddprun.dev/job"  # label of all that belongs to a job; its value is the job's id
 _PIPELINE_FOLDER, _PIPELINE_FILE = "/workspace/pipeline", "pipeline.yaml"
@@ -91,22 +91,20 @@ _DeviceName = Annotated[
     ),
 ]  # what Kubernetes calls an extended resource
 _NVIDIA_GPU = "nvidia.com/gpu"
-_RESERVED_FIELDS = {
+_POD_SECURITY_REASON = "pods meet the restricted pod security standard"
+_FORBIDDEN_FIELDS = {
     "activeDeadlineSeconds": "write kubernetes.deadline_s",
     "automountServiceAccountToken": "a run asks the cluster for nothing",
     "containers": "there is one, which kubernetes.image and the other keys describe",
-    "restartPolicy": "write launch.max_restarts",
-    "securityContext": "pods are restricted",
-    "terminationGracePeriodSeconds": "write kubernetes.grace_s",
-    "volumes": "write kubernetes.claims",
-}  # fields of a pod that are ddprun's to set, and what to do instead
-_POD_SECURITY_REASON = "pods meet the restricted pod security standard"
-_REFUSED_FIELDS = {
     "ephemeralContainers": "no pod is made with them",
     "hostIPC": _POD_SECURITY_REASON,
     "hostNetwork": _POD_SECURITY_REASON,
     "hostPID": _POD_SECURITY_REASON,
-}  # fields of a pod that may not stand in a file, and why
+    "restartPolicy": "write launch.max_restarts",
+    "securityContext": _POD_SECURITY_REASON,
+    "terminationGracePeriodSeconds": "write kubernetes.grace_s",
+    "volumes": "write kubernetes.claims",
+}  # fields of a pod that may not stand in a file: what to do instead, or why
 _POD_FIELDS = [
     *("affinity", "dnsConfig", "dnsPolicy", "enableServiceLinks", "hostAliases", "hostUsers"),
     *("imagePullSecrets", "initContainers", "nodeName", "nodeSelector", "os", "overhead"),
@@ -120,11 +118,8 @@ _INIT_CONTAINER_FIELDS += ["env", "envFrom", "resources", "volumeMounts"]
 
 _POD_SCHEMA = {
     "type": "object",
-    "propertyNames": {"enum": [*_POD_FIELDS, *_REFUSED_FIELDS]},
-    "properties": {
-        **{name: {"const": False} for name in _REFUSED_FIELDS},
-        "initContainers": {"items": {"propertyNames": {"enum": _INIT_CONTAINER_FIELDS}}},
-    },
+    "propertyNames": {"enum": _POD_FIELDS},
+    "properties": {"initContainers": {"items": {"propertyNames": {"enum": _INIT_CONTAINER_FIELDS}}}},
 }  # `pod` as far as a JSON Schema can say it
 
 
@@ -133,26 +128,21 @@ def _check_pod_fields(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise expected("a mapping of a pod's fields", "write {priorityClassName: low}")
     faults: list[ValidationError] = []
-    for name, item in value.items():
-        if name in _RESERVED_FIELDS:
-            faults.append(problem(f'"{name}" is set by ddprun', _RESERVED_FIELDS[name], at=name, on_key=True))
-        elif name in _REFUSED_FIELDS and item is not False:
-            faults.append(problem(f'"{name}" is not allowed', _REFUSED_FIELDS[name], at=name, on_key=True))
-        elif name not in (*_POD_FIELDS, *_REFUSED_FIELDS):
-            near = closest_match(str(name), _POD_FIELDS)
-            hint = "the fields of a PodSpec" if near is None else f'did you mean "{near}"?'
-            text = f'"{name}" is not a field of a pod'
-            faults.append(problem(text, hint, at=str(name), on_key=True))
+    for name in map(str, value):
+        if name in _FORBIDDEN_FIELDS:
+            why = _FORBIDDEN_FIELDS[name]
+            faults.append(problem(f'"{name}" is not allowed', why, at=name, on_key=True))
+        elif name not in _POD_FIELDS:
+            faults.append(unknown_name("field of a pod", name, _POD_FIELDS, at=name, on_key=True))
     init_containers = value.get("initContainers", [])
     if not isinstance(init_containers, list) or not all(isinstance(one, dict) for one in init_containers):
         faults.append(expected("a list of containers, each a mapping", at="initContainers"))
         init_containers = []
     for index, container in enumerate(init_containers):
-        for name in container:
+        for name in map(str, container):
             if name not in _INIT_CONTAINER_FIELDS:
-                text = f'"{name}" is not allowed in an init container'
-                hint = allowed_values(_INIT_CONTAINER_FIELDS)
-                faults.append(problem(text, hint, at=("initContainers", index, str(name)), on_key=True))
+                what, at = "field of an init container", ("initContainers", index, name)
+                faults.append(unknown_name(what, name, _INIT_CONTAINER_FIELDS, at=at, on_key=True))
     hint = "take it from a Secret, by valueFrom: {secretKeyRef: {name, key}}"
 
     def check_text(path: KeyPath, text: str) -> str:
