@@ -301,7 +301,7 @@ def test_a_host_that_comes_is_taken_in(tmp_path: Path, unbroken: dict[str, Any])
         second = stack.enter_context(start(tmp_path, made[1], *flags))
         done = ended([first, second])
     assert [one.code for one in done] == [0, 0], [one.stderr for one in done]
-    assert "another host has joined: restarting from a new checkpoint" in done[0].stderr
+    assert "another host waits at the rendezvous: starting the ranks again" in done[0].stderr
     starts = check(tmp_path, unbroken, within=0.02)  # with half the batch for a part of the run
     assert len(starts) == 2
     # Not the one at the end, for which a host that comes would wait.

@@ -88,7 +88,7 @@ def test_the_end_of_a_run_is_left_for_the_launcher(temporary: Path, monkeypatch:
         assert rank_files.read_outcome(folder) == 3
     monkeypatch.setenv(rank_files.SCRATCH_VARIABLE, str(temporary / "nowhere"))
     assert (rank_files.report_outcome_and_exit_code(3), rank_files.report_outcome_and_exit_code(0)) == (3, 1)
-    rank_files.report_checkpoint(5, True)
+    rank_files.report_checkpoint(5)
     rank_files.report_run_dir(temporary)
     assert rank_files.read_run_dir() is None
     monkeypatch.delenv(rank_files.SCRATCH_VARIABLE)

@@ -76,10 +76,10 @@ class CheckpointWriter:
     control: ControlChannel | None  # for these threads alone; None if all ranks see one folder
     timeout_s: float  # how long a rank waits for what another one has to write
     # Called on the writing thread. before_write: ahead of each checkpoint. after_write: when a checkpoint is
-    # over, with the time at which it was enqueued (ns of the monotonic clock) and whether it was written.
+    # over, with the time at which it was enqueued (ns of the monotonic clock).
     # find_nonfinite: names what in a part is not finite, None if nothing is.
     before_write: Callable[[], None] = lambda: None
-    after_write: Callable[[int, bool], None] = lambda _, __: None
+    after_write: Callable[[int], None] = lambda _: None
     find_nonfinite: Callable[[EncodedState], str | None] = lambda _: None
     staging: PinnedStaging | None = None  # through which a GPU's tensors reach checkpoints; None: on a CPU
 
@@ -188,7 +188,7 @@ class CheckpointWriter:
         elif self._committed == job.number:  # another leader could not name it
             folder.remove_tree(self.root / folder.checkpoint_name(job.step))
         if job.parts:
-            self.after_write(job.enqueued_ns, written)
+            self.after_write(job.enqueued_ns)
 
     def _another_waits(self, job: _Job) -> bool:
         return self._closing or self._current_job not in (None, job)
@@ -198,7 +198,7 @@ class CheckpointWriter:
             job.staged.wait()
         if job.skipped is not None:
             self._report_to_rank_0(job, "part", _Report(problem=job.skipped, skipped=True))
-            self.after_write(job.enqueued_ns, False)
+            self.after_write(job.enqueued_ns)
             return
         self.before_write()
         try:

@@ -122,15 +122,15 @@ def read_outcome(scratch: Path) -> int | None:
     return code
 
 
-def report_checkpoint(enqueued_ns: int, written: bool) -> None:
-    """Tell the launcher whether the checkpoint enqueued then, by the monotonic clock, was written."""
-    _write(_CHECKPOINT, [enqueued_ns, written])
+def report_checkpoint(enqueued_ns: int) -> None:
+    """Tell the launcher that the checkpoint enqueued then, by the monotonic clock, is over."""
+    _write(_CHECKPOINT, enqueued_ns)
 
 
-def read_checkpoint_report(scratch: Path) -> tuple[int, bool]:
-    """When the last checkpoint that is over was enqueued, and whether it was written."""
-    enqueued_ns, written = _read(scratch, _CHECKPOINT) or (0, False)
-    return enqueued_ns, written
+def last_checkpoint_ns(scratch: Path) -> int:
+    """When the last checkpoint that is over was enqueued; 0: none is."""
+    enqueued_ns: int = _read(scratch, _CHECKPOINT) or 0
+    return enqueued_ns
 
 
 def report_error_for_restart(error: list[str | int | None]) -> None:

@@ -107,7 +107,7 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Look after the ranks. What starting them again would not change is the end of the run."""
         if self.leaving_signal is not None:
-            self._checkpoint_and_restart_text()
+            self._take_checkpoint()
             with suppress(DistError):  # the host of the store may have left before
                 self._store.set(_LEFT_KEY, "")  # before this host's ranks end, and the others' with them
             raise SignalException(f"left by {self.leaving_signal.name}", self.leaving_signal)
@@ -197,25 +197,21 @@ class Agent(LocalElasticAgent):
         return started
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        if worker_group.state == WorkerState.HEALTHY:  # here; but hosts have come, or ranks of others failed
-            say(self._checkpoint_and_restart_text())
+        if worker_group.state == WorkerState.HEALTHY:  # the other host is new, or its ranks have failed
+            say("another host waits at the rendezvous: starting the ranks again")
+            self._take_checkpoint()
         super()._restart_workers(worker_group)
 
-    def _checkpoint_and_restart_text(self) -> str:
-        """Have the ranks take a checkpoint, and wait for it unless they fail; gives what a restart says."""
+    def _take_checkpoint(self) -> None:
+        """Have the ranks take a checkpoint, if the run keeps any, and wait for it unless they fail."""
         if not self._loaded.pipeline.checkpoint.keep:
-            return "another host has joined: restarting from the beginning"
+            return
         since, pids = time.monotonic_ns(), rank_files.signal_ranks(self._scratch, signal.SIGUSR1)
         while time.monotonic_ns() - since < _CHECKPOINT_S * 1e9:
-            enqueued_ns, written = rank_files.read_checkpoint_report(self._scratch)
-            if enqueued_ns > since and written:
-                return "another host has joined: restarting from a new checkpoint"
-            if enqueued_ns > since:
-                break
-            if len(rank_files.live_rank_pids(self._scratch)) < max(len(pids), 1):
-                return "restarting, as the other hosts do"
+            is_over = rank_files.last_checkpoint_ns(self._scratch) > since
+            if is_over or len(rank_files.live_rank_pids(self._scratch)) < max(len(pids), 1):
+                return
             time.sleep(_TICK_S)
-        return "another host has joined: restarting; no new checkpoint could be taken"
 
 
 def make_agent(
