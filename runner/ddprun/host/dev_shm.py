@@ -6,7 +6,7 @@ Memory that ranks share is not there: it has no name (`ddprun_hooks.shm.setup`),
 kind. NCCL uses it between the GPUs of one host.
 """
 
-import os
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -44,10 +44,10 @@ class ShmShortage(NamedTuple):
 def shm_space(folder: Path = SHM_FOLDER) -> ShmSpace | None:
     """Total and free bytes of a folder's file system; None: this host has no such folder."""
     try:
-        found = os.statvfs(folder)
+        found = shutil.disk_usage(folder)
     except OSError:
         return None
-    return ShmSpace(found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize)
+    return ShmSpace(found.total, found.free)
 
 
 def worker_startup_bytes(ranks: int, workers: int) -> int:
