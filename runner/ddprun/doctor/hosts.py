@@ -13,14 +13,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo
 
 from ddprun.doctor import Finding, Level, Report, links, pair_label
 from ddprun.doctor.host import unusable_interface_variables
-from ddprun.host.network import (
-    INTERFACE_VARIABLES,
-    NetworkError,
-    address_towards,
-    choose_interface,
-    host_of,
-    is_this_host,
-)
+from ddprun.host.network import INTERFACE_VARIABLES, address_towards, choose_interface_together, host_of
 from ddprun.launch.meeting import HostGroup, exit_on_timeout, first_line, leave_together
 from ddprun.standard_streams import say
 
@@ -53,14 +46,9 @@ def examine_hosts(own_report: Report, info: RendezvousInfo, endpoint: str, timeo
     names = [name if known.count(name) == 1 else f"{name} ({index})" for index, name in enumerate(known)]
     group = HostGroup(store, names, info.rank)
     others = [address for index, (_, address) in enumerate(places) if index != info.rank]
-    fault = ""
-    try:
-        choose_interface(others[0] if is_this_host(host_of(endpoint)) else host_of(endpoint))
-    except NetworkError as error:
-        fault = f"{names[info.rank]}: {error}"
-    # All find out together: else the others would wait for this host.
-    if found := next(filter(None, group.gather("faults", fault, timeout_s)), None):
-        raise NetworkError(found)
+    choose_interface_together(
+        names[info.rank], endpoint, others[0], lambda fault: group.gather("faults", fault, timeout_s)
+    )
     address = address_towards(host_of(endpoint))
     report = _measure_between_hosts(group, facts, own_report.findings, address, timeout_s)
     leave_together(store, info.rank, info.world_size, _SHUTDOWN_TIMEOUT_S)

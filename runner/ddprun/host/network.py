@@ -3,6 +3,7 @@
 import ipaddress
 import os
 import socket
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import psutil
@@ -44,6 +45,22 @@ def choose_interface(host: str) -> None:
             f"none of this host's network interfaces leads to {host}: {there or 'none has an address'}; name "
             f"one in {gloo}, or for NCCL in {nccl}"
         )
+
+
+def choose_interface_together(
+    here: str, endpoint: str, other: str, gather: Callable[[str], Sequence[str]]
+) -> None:
+    """Choose the interface that leads to the endpoint (HOST or HOST:PORT); on the endpoint's own host, that
+    to `other`, another host. `here` names this host or rank. `gather` gives everybody's fault to everybody,
+    so that all raise NetworkError together: else the others would wait for the one that cannot choose.
+    """
+    host, fault = host_of(endpoint), ""
+    try:
+        choose_interface(other if is_this_host(host) else host)
+    except NetworkError as error:
+        fault = f"{here}: {error}"
+    if found := next(filter(None, gather(fault)), None):
+        raise NetworkError(found)
 
 
 def choose_loopback() -> None:

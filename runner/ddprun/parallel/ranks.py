@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from ddprun.host.network import NetworkError, address_towards, choose_interface, choose_loopback, is_this_host
+from ddprun.host.network import address_towards, choose_interface_together, choose_loopback
 from ddprun.host.processes import run_in_daemon_thread
 from ddprun.host.rank_files import attempt_folder
 from ddprun.host.tcp_store import open_store
@@ -115,16 +115,8 @@ class Ranks:
             local_rank, local_size = hosts[: self.rank].count(self.host), hosts.count(self.host)
             self.environment = Environment(self.rank, self.size, local_rank, local_size)
         others = [address for host, address in addresses if host != self.host]
-        if not others:
-            return
-        fault = ""
-        try:
-            choose_interface(others[0] if is_this_host(endpoint) else endpoint)
-        except NetworkError as error:
-            fault = f"{self.host}: {error}"
-        # All find out together: else the others would wait for this rank.
-        if found := next(filter(None, self.gather("interfaces", fault)), None):
-            raise NetworkError(found)
+        if others:
+            choose_interface_together(self.host, endpoint, others[0], partial(self.gather, "interfaces"))
 
     def join(self, device: torch.device, backend: str) -> None:
         """Make the default process group, and learn which host each rank is on."""
