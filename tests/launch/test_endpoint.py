@@ -40,10 +40,9 @@ from tests.ranks import Running, ddprun
 )
 def test_only_public_addresses_are_public(meeting_point: str, address: str | None) -> None:
     """Loopback, private, link-local and shared ones are not, in either kind of address."""
-    assert network.public_address(meeting_point) == address
     told = network.public_warning(meeting_point)
     assert (told is None) == (address is None)
-    assert told is None or "no authentication" in told
+    assert told is None or ("no authentication" in told and str(address) in told)
 
 
 @pytest.mark.parametrize(
@@ -73,8 +72,7 @@ def test_a_name_is_what_it_resolves_to(monkeypatch: pytest.MonkeyPatch) -> None:
         return [(0, 0, 0, "", (address, 0)) for address in found]
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    assert network.public_address("inside:1") is None
-    assert network.public_warning("outside:1") is not None
+    assert network.public_warning("inside:1") is None
     assert "outside:1 (8.8.4.4)" in str(network.public_warning("outside:1"))
 
 
@@ -90,7 +88,7 @@ def test_a_silent_name_server_does_not_hold_a_run_up(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     start = time.monotonic()
     try:
-        assert network.public_address("slow:1") is None
+        assert network.public_warning("slow:1") is None
         assert time.monotonic() - start < 20
     finally:
         answer.set()

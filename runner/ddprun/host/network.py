@@ -113,30 +113,22 @@ def endpoint_answers(endpoint: str) -> bool:
     return False
 
 
-def public_address(endpoint: str) -> str | None:
-    """The first address behind rendezvous endpoints that the whole internet can route to; None also for a
-    name that cannot be looked up at once, which no run can use anyway.
+def public_warning(endpoint: str) -> str | None:
+    """What to tell a user whose rendezvous has an address that the whole internet can route to; None if it
+    has none. A name that cannot be looked up at once has none either: no run can use it anyway.
     """
     for one in endpoint.split(","):
         for text in resolve_addresses(host_of(one.strip())):
             address = ipaddress.ip_address(text.partition("%")[0])
             address = getattr(address, "ipv4_mapped", None) or address
             if address.is_global and not address.is_multicast:
-                return text
+                where = endpoint if text in endpoint else f"{endpoint} ({text})"
+                return (
+                    f"warning: the rendezvous is at the public address {where}. PyTorch's distributed layer "
+                    "has no authentication: whoever reaches its ports can join the run or end it. Use a "
+                    "private network, or a firewall"
+                )
     return None
-
-
-def public_warning(endpoint: str) -> str | None:
-    """What to tell a user whose rendezvous has a public address; None if it has none."""
-    address = public_address(endpoint)
-    if address is None:
-        return None
-    where = endpoint if address in endpoint else f"{endpoint} ({address})"
-    return (
-        f"warning: the rendezvous is at the public address {where}. PyTorch's distributed layer has "
-        "no authentication: whoever reaches its ports can join the run or end it. Use a private network, or "
-        "a firewall"
-    )
 
 
 def resolve_addresses(host: str) -> list[str]:
