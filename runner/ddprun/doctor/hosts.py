@@ -13,7 +13,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo
 
 from ddprun.doctor import Finding, Level, Report, links, pair_label
 from ddprun.doctor.host import unusable_interface_variables
-from ddprun.host.network import INTERFACE_VARIABLES, address_towards, choose_interface_together, host_of
+from ddprun.host.network import INTERFACE_VARIABLES, address_towards, choose_interface_together
 from ddprun.launch.meeting import HostGroup, exit_on_timeout, first_line, leave_together
 from ddprun.standard_streams import say
 
@@ -41,7 +41,7 @@ def examine_hosts(own_report: Report, info: RendezvousInfo, endpoint: str, timeo
     base.set_timeout(timedelta(seconds=timeout_s))
     store = dist.PrefixStore("doctor", base)
     group = HostGroup(store, [f"host {index}" for index in range(info.world_size)], info.rank)
-    places = group.gather("places", [facts["name"], address_towards(host_of(endpoint))], timeout_s)
+    places = group.gather("places", [facts["name"], address_towards(endpoint)], timeout_s)
     known = [name for name, _ in places]
     names = [name if known.count(name) == 1 else f"{name} ({index})" for index, name in enumerate(known)]
     group = HostGroup(store, names, info.rank)
@@ -49,7 +49,7 @@ def examine_hosts(own_report: Report, info: RendezvousInfo, endpoint: str, timeo
     choose_interface_together(
         names[info.rank], endpoint, others[0], lambda fault: group.gather("faults", fault, timeout_s)
     )
-    address = address_towards(host_of(endpoint))
+    address = address_towards(endpoint)
     report = _measure_between_hosts(group, facts, own_report.findings, address, timeout_s)
     leave_together(store, info.rank, info.world_size, _SHUTDOWN_TIMEOUT_S)
     return report
