@@ -287,29 +287,43 @@ def test_ranks_that_send_alike_are_simulated_once(
     assert few.to_json_data() == explain(load(file), hosts=12, ranks_per_host=2).to_json_data()
 
 
+RECURRENT = """
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.LSTM(8, 300, 2, batch_first=True), nn.Linear(300, 10)
+
+    def forward(self, x):
+        return self.head(self.body(x.reshape(-1, 8, 8))[0][:, -1])
+"""
+
+
 @pytest.mark.parametrize(
     "model",
     [
+        "recurrent.Net: {}",
         "mlp: {inputs: 64, hidden: [700, 700, 700], outputs: 10}",
         "mlp: {inputs: 64, hidden: [400, 400, 400, 400, 400, 400, 400, 400], outputs: 10}",
         "cnn: {inputs: [1, 8, 8], channels: [64, 128, 256], outputs: 10}",
         "transformer: {layers: 3, width: 160, heads: 4, context: 16}",
     ],
 )
-def test_buckets_without_values_are_those_of_ddp(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """DDP's buckets follow from the order of gradients, which a large model shows on shapes alone."""
-    text = HEAD.format(model=model)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_buckets_without_values_are_those_of_ddp(model: str, precision: str, tmp_path: Path) -> None:
+    """DDP's buckets follow from the order of gradients, which a model shows on shapes alone."""
+    text = f"{HEAD.format(model=model)}precision: {precision}\n"
     if "transformer" in model:
         (tmp_path / "words.txt").write_text("no rank sends what it has not been asked for\n" * 40)
         text = text.replace("data: digits", "data: {text: {files: words.txt, context: 16}}")
+    (tmp_path / "recurrent.py").write_text(RECURRENT)
     file = tmp_path / "large.yaml"
     file.write_text(f"{text}stages: [train: {{steps: 1}}]\n")
     by_order = buckets_of(explain(load(file), hosts=1, ranks_per_host=2).probe)
     assert len(by_order.layouts) > 1
-    monkeypatch.setattr(model_probe, "_LARGE_BYTES", 0)
-    assert buckets_of(explain(load(file), hosts=1, ranks_per_host=2).probe) == by_order
+    assert by_order.params_in_ready_order is not None
     for caps in ("25", "2", "0.5", "[0.7, 2]", "[3, 1, 0.1]"):
         loaded = load(file, [f"ddp={{bucket_cap_mb: {caps}, static_graph: true}}"])
         by_ddp = buckets_of(explain(loaded, hosts=1, ranks_per_host=2).probe)
@@ -350,9 +364,7 @@ def test_a_probe_serves_other_settings_of_the_same_model(
         probe = found.probe
 
 
-def test_a_model_that_looks_at_values_is_tried_with_values(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_looks_at_values_is_tried_with_values(tmp_path: Path) -> None:
     """Its forward pass cannot run without them."""
     (tmp_path / "looks.py").write_text(
         """
@@ -367,7 +379,6 @@ class Net(nn.Linear):
     file = tmp_path / "looks.yaml"
     model = "looks.Net: {in_features: 64, out_features: 10}"
     file.write_text(f"{HEAD.format(model=model)}stages: [train: {{steps: 1}}]\n")
-    monkeypatch.setattr(model_probe, "_LARGE_BYTES", 0)
     gradients = buckets_of(explain(load(file), hosts=1, ranks_per_host=2).probe)
     assert [param.name for param in gradients.layouts[0].params] == ["bias", "weight"]
 

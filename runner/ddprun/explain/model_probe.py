@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
@@ -40,7 +41,6 @@ from ddprun_hooks.queue import HostCommQueue
 from ddprun_hooks.stack import Stack
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
-_LARGE_BYTES = 64 << 20  # of parameters, of which a pass with values would take seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,51 +191,43 @@ def _buckets(
     loaded: LoadedPipeline, model: nn.Module, objective: Objective, feed: Feed, turn: str | None
 ) -> GradientBuckets:
     """A turn's buckets as they stay, counted from 0: what DDP makes of its gradients' order in backward."""
-    ddp = loaded.pipeline.ddp
+    ddp, caps = loaded.pipeline.ddp, loaded.pipeline.ddp.bucket_caps_bytes
+    # It has other rules for the first three, and a compiled graph has an order of its own.
     asked = bool(ddp.static_graph or ddp.find_unused_parameters or sparse_parameters(model))
-    if asked or loaded.pipeline.compile is not None:
-        # It has other rules for the first three, and a compiled graph has an order of its own.
-        layouts = _bucket_layouts_from_ddp(loaded, model, objective, feed, turn)
-        return GradientBuckets(layouts, ddp.bucket_caps_bytes, None)
-    precision = objective.precision
-    with seeding.preserve_rng_state(precision.device):
-        content, ready = objective.training_batch(feed.first_batch()), None
-        model.train()
-        if sum(one.nbytes for one in model.parameters()) > _LARGE_BYTES:
-            # A model that looks at values cannot run without them: then it runs with them.
-            with suppress(Exception), seeding.preserve_state(precision.device, model, objective.loss):
-                ready = _params_in_ready_order(model, objective, content, turn, _on_meta)
-        if ready is None:
-            ready = _params_in_ready_order(model, objective, content, turn, lambda value: value)
-    if missing := [name for name in trainable_parameters(model) if name not in ready]:
-        raise objective.unused_parameters_error(missing, "the loss of a rank's first batch")
-    caps = ddp.bucket_caps_bytes
-    return GradientBuckets(predict_bucket_layout(ready, caps), caps, ready)
+    if not asked and loaded.pipeline.compile is None:
+        ready = _params_in_ready_order(model, objective, feed, turn)
+        if ready.keys() >= trainable_parameters(model).keys():
+            return GradientBuckets(predict_bucket_layout(ready, caps), caps, ready)
+    return GradientBuckets(_bucket_layouts_from_ddp(loaded, model, objective, feed, turn), caps, None)
 
 
 def _params_in_ready_order(
-    model: nn.Module, objective: Objective, content: Any, turn: str | None, view: Callable[[Any], Any]
+    model: nn.Module, objective: Objective, feed: Feed, turn: str | None
 ) -> dict[str, Tensor]:
-    """Parameters by name, in the order in which a backward pass completes their gradients. The passes see
-    parameters, buffers and the batch as `view` gives them.
+    """Parameters by name, in the order in which a backward pass completes their gradients. The pass computes
+    no values. A model that looks at values fails without them: then not all parameters are known.
     """
-    step = _LossOfFixedBatch(model, objective, tree_map(view, content), turn)
-    held = {name: view(one) for name, one in (*step.named_parameters(), *step.named_buffers())}
     ready: dict[str, Tensor] = {}
-    for name, param in held.items():
-        if param.requires_grad:
-            param.register_post_accumulate_grad_hook(partial(ready.setdefault, name.removeprefix("model.")))
-    loss: Tensor = torch.func.functional_call(step, held, ())
-    loss.backward()  # type: ignore[no-untyped-call]
-    model.zero_grad(set_to_none=True)
+    state = seeding.preserve_state(objective.precision.device, model, objective.loss)
+    with suppress(Exception), state:
+        content = objective.training_batch(feed.first_batch())
+        model.train()
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+            view = partial(_without_values, fake)
+            step = _LossOfFixedBatch(model, objective, tree_map(view, content), turn)
+            held = {name: view(one) for name, one in (*step.named_parameters(), *step.named_buffers())}
+            for name, param in held.items():
+                if param.requires_grad:
+                    note = partial(ready.setdefault, name.removeprefix("model."))
+                    param.register_post_accumulate_grad_hook(note)
+            loss: Tensor = torch.func.functional_call(step, held, ())
+            loss.backward()  # type: ignore[no-untyped-call]
     return ready
 
 
-def _on_meta(value: Any) -> Any:
-    """A tensor of the same shape and type; anything else as it is."""
-    if not isinstance(value, Tensor):
-        return value
-    return torch.empty_like(value, device="meta").requires_grad_(value.requires_grad)
+def _without_values(fake: FakeTensorMode, value: Any) -> Any:
+    """A tensor of the same shape, type and device; anything else as it is."""
+    return fake.from_tensor(value) if isinstance(value, Tensor) else value
 
 
 class _LossOfFixedBatch(nn.Module):
