@@ -1,1 +1,3 @@
-"""Checkpoints on disk: written atomically with hashes; nothing in one is ever executed."""
+"""Checkpoints on disk: written atomically with hashes; nothing in one is ever executed. What they hold is in
+`engine/state.py`.
+"""

@@ -143,7 +143,7 @@ class StageActions:
         if synchronized and step != self.steps:  # after the last step no other would use it
             yield from self._mutate(step)
 
-    def end_early(self) -> DueTransfers:
+    def end_interrupted(self) -> DueTransfers:
         """The stage ends before its last step: only what is in flight is applied."""
         return self.progress.finish(reconcile=False)[0]
 

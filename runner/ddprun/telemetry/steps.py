@@ -273,7 +273,7 @@ def split_exposed_time(resolved: ResolvedSteps, all_ready_us: FloatArray) -> Int
     step, shape (steps,).
     """
     count = len(resolved.in_hooks_us)
-    hook, wait, wire = resolved.in_hooks_us.copy(), resolved.waited_us.copy(), np.zeros(count, dtype=np.int64)
+    hook, left, wire = resolved.in_hooks_us.copy(), resolved.waited_us.copy(), np.zeros(count, dtype=np.int64)
     waits, work, traces = resolved.waits, resolved.hook_work, resolved.trace_times
     if waits.section.size:
         all_ready = np.rint(all_ready_us).astype(np.int64)
@@ -286,11 +286,11 @@ def split_exposed_time(resolved: ResolvedSteps, all_ready_us: FloatArray) -> Int
         in_hooks = _sums(waits.section, union_overlap_us(work, waits), count)
         while_moving = _sums(waits.section, union_overlap_us(moving, waits), count)
         hook += in_hooks
-        wait -= while_moving
+        left -= while_moving
         wire = while_moving - in_hooks
-    exposed, parts_us = hook + wait + wire, resolved.parts_us
+    exposed, parts_us = hook + left + wire, resolved.parts_us
     parts_us[:, [_BACKWARD, _SYNC]] -= exposed.reshape(-1, 2)
-    for column, us in ((_HOOK, hook), (_WAIT, wait), (_WIRE, wire)):
+    for column, us in ((_HOOK, hook), (_WAIT, left), (_WIRE, wire)):
         parts_us[:, column] = us.reshape(-1, 2).sum(1)
     total: IntArray = exposed.reshape(-1, 2).sum(1)
     return total
