@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from ddprun.config import load
 from ddprun.engine import build
+from ddprun.engine.loop import drop_gradients
 from ddprun.engine.optimizers import build_optimizer, settings_of_stages
 from ddprun.engine.turns import build_turns
 from ddprun.engine.worker import run_worker
@@ -195,3 +196,16 @@ def test_an_average_of_its_training_side_is_refused(folder: Path) -> None:
     codes, told = run_to_end(folder, text(OWN, "train: {steps: 4}") + "ema: 0.9\n", 1)
     assert codes == [2]
     assert 'ema: "ema" clashes with "optimizer: modes.FreeSGD", which averages the weights itself' in told
+
+
+def test_a_zero_grad_of_its_own_is_called() -> None:
+    """Also one of the object alone."""
+    param = torch.nn.Parameter(torch.ones(2))
+    plain, own = torch.optim.SGD([param]), torch.optim.SGD([param])
+    called: list[bool] = []
+    own.zero_grad = lambda set_to_none=True: called.append(set_to_none)  # type: ignore[method-assign]
+    for optimizer, left in ((own, True), (plain, False)):
+        param.grad = torch.ones(2)
+        drop_gradients(optimizer)
+        assert (param.grad is not None) == left
+    assert called == [True]

@@ -1,10 +1,12 @@
 """`explain` says what runs then do."""
 
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from ddprun.config import load
 from ddprun.explain import model_probe, traffic
@@ -381,6 +383,46 @@ class Net(nn.Linear):
     file.write_text(f"{HEAD.format(model=model)}stages: [train: {{steps: 1}}]\n")
     gradients = buckets_of(explain(load(file), hosts=1, ranks_per_host=2).probe)
     assert [param.name for param in gradients.layouts[0].params] == ["bias", "weight"]
+
+
+KEEPS = """
+import torch
+from torch import nn
+
+MASKS = {}
+
+
+class Net(nn.Linear):
+    def forward(self, x):
+        x = x.flatten(1)
+        return super().forward(x * MASKS.setdefault(x.shape[1], torch.ones_like(x[0])))
+"""
+
+
+def test_what_a_models_module_keeps_has_values(tmp_path: Path) -> None:
+    """The pass without values comes after one with values, which fills such caches."""
+    (tmp_path / "keeps_masks.py").write_text(KEEPS)
+    file = tmp_path / "keeps.yaml"
+    model = "keeps_masks.Net: {in_features: 64, out_features: 10}"
+    file.write_text(f"{HEAD.format(model=model)}stages: [train: {{steps: 1}}]\n")
+    explain(load(file), hosts=1, ranks_per_host=2)
+    (mask,) = sys.modules["keeps_masks"].MASKS.values()
+    assert type(mask) is Tensor
+
+
+def test_a_model_that_does_not_fit_is_told_without_torchs_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The pass with values fails first."""
+    (tmp_path / "keeps_masks.py").write_text(KEEPS)
+    file = tmp_path / "narrow.yaml"
+    file.write_text(
+        "model: {keeps_masks.Net: {in_features: 63, out_features: 10}}\ndata: digits\noptimizer: sgd\n"
+        "stages: [train: {steps: 1}]\n"
+    )
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        explain(load(file), hosts=1, ranks_per_host=2)
+    assert not caplog.records
 
 
 def test_a_probe_serves_only_pipelines_whose_buckets_it_knows(tmp_path: Path) -> None:

@@ -161,6 +161,18 @@ def test_what_is_not_alike_is_not_compared(tmp_path: Path, changed: dict[str, An
     assert not stage.buckets
 
 
+def test_an_exchange_of_another_size_now_and_then_is_no_other_model(tmp_path: Path) -> None:
+    """Frozen parameters that differ are sent as the bucket of a policy may be, with a size of their own."""
+    folder = over_a_link(tmp_path / "run")
+
+    def resize(line: dict[str, Any]) -> None:
+        if line["step"] % 2:
+            line["bytes"] = 7
+
+    rewrite(folder, resize)
+    assert compared(folder, predicted()).buckets
+
+
 def test_other_stages_and_few_steps(tmp_path: Path) -> None:
     """What there is nothing to say of is said."""
     folder = over_a_link(tmp_path / "run")

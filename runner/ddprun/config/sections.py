@@ -102,7 +102,7 @@ class ParameterGroup(Options):
     match: OneOrMore
     """Patterns of the parameters' names."""
 
-    optimizer: Literal["others"] | None = None
+    optimizer: Literal["others"] | None = Field(default=None, exclude=True)
     """`others`: the second optimizer updates them."""
 
     @model_validator(mode="after")

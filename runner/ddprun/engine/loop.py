@@ -95,8 +95,10 @@ def run_stage(session: Session, stage: StepStage) -> dict[str, Any]:
                 evaluate_in_stage(run, at_end=True)
     else:
         if end == "stopped":  # a failed run takes none: its weights are broken
-            take_checkpoint(session, at_end=True)  # with the exchanges in flight, so before `end_early`
-        run.synchronizer.run(run.sequence.end_early())  # nothing may be in flight when the process groups go
+            take_checkpoint(session, at_end=True)  # with the exchanges in flight, so before `end_interrupted`
+        run.synchronizer.run(
+            run.sequence.end_interrupted()
+        )  # nothing may be in flight when the process groups go
     state.synchronizer = None
     runtime.turns.select(None)
     runtime.frozen.set_trained_names(runtime.turns.trained)
@@ -205,7 +207,7 @@ def train_turns(
             of_turn, update = train_turn(run, turn, micro_batches, batches)
         results.append(of_turn)
         updates.append(update)
-    note_update(run, updates)
+    record_update(run, updates)
     for of_turns in zip(*results, strict=True):
         micro, loss = of_turns[0].micro, reduce(torch.add, [one.loss for one in of_turns])
         values = mean_values_over_calls(session, [one.values for one in of_turns])
@@ -336,7 +338,7 @@ def forward_step(update: UpdateFunction | None, run: StageRun, batches: StepBatc
     if any(param.grad is not None for param in model.parameters()):
         with warmup_lr(runtime.optimizer, run.warmup_steps_done(stage_step), run.settings.warmup_steps):
             update_of_weights = optimizer_step(run, from_backward=False)
-            note_update(run, [update_of_weights])
+            record_update(run, [update_of_weights])
             applied = update_of_weights.applied
     after_update(run, applied=applied)
     recorder.lap("optimizer_us")
@@ -372,15 +374,15 @@ def optimizer_step(
 
 def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
     """What `zero_grad` does, without the profiler's range around it, which takes most of its time."""
-    if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
-        optimizer.zero_grad(set_to_none=True)
+    if getattr(optimizer.zero_grad, "__func__", None) is not torch.optim.Optimizer.zero_grad:
+        optimizer.zero_grad(set_to_none=True)  # it does something else
         return
     for group in optimizer.param_groups:
         for param in group["params"]:
             param.grad = None
 
 
-def note_update(run: StageRun, updates: Sequence[Update]) -> None:
+def record_update(run: StageRun, updates: Sequence[Update]) -> None:
     """Record rates, and the norms of all turns of a step together; None for a group whose turn is not due."""
     groups, recorder = run.session.runtime.optimizer.param_groups, run.session.runtime.recorder
     norms = [one.norm for one in updates if one.norm is not None]

@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -194,34 +194,39 @@ def _buckets(
     ddp, caps = loaded.pipeline.ddp, loaded.pipeline.ddp.bucket_caps_bytes
     # It has other rules for the first three, and a compiled graph has an order of its own.
     asked = bool(ddp.static_graph or ddp.find_unused_parameters or sparse_parameters(model))
-    if not asked and loaded.pipeline.compile is None:
-        ready = _params_in_ready_order(model, objective, feed, turn)
-        if ready.keys() >= trainable_parameters(model).keys():
-            return GradientBuckets(predict_bucket_layout(ready, caps), caps, ready)
-    return GradientBuckets(_bucket_layouts_from_ddp(loaded, model, objective, feed, turn), caps, None)
+    if asked or loaded.pipeline.compile is not None:
+        return GradientBuckets(_bucket_layouts_from_ddp(loaded, model, objective, feed, turn), caps, None)
+    warmup_pass(model, objective, feed, turn, backward=False)  # what fails here is the model's own
+    with seeding.preserve_rng_state(objective.precision.device):
+        content, ready = objective.training_batch(feed.first_batch()), dict[str, Tensor]()
+    model.train()
+    # A model that looks at values cannot run without them: then it runs with them.
+    state = seeding.preserve_state(objective.precision.device, model, objective.loss)
+    with suppress(Exception), state, FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        ready = _params_in_ready_order(model, objective, content, turn, partial(_without_values, fake))
+    if not ready:
+        with seeding.preserve_rng_state(objective.precision.device):
+            ready = _params_in_ready_order(model, objective, content, turn, lambda value: value)
+    if missing := [name for name in trainable_parameters(model) if name not in ready]:
+        raise objective.unused_parameters_error(missing, "the loss of a rank's first batch")
+    return GradientBuckets(predict_bucket_layout(ready, caps), caps, ready)
 
 
 def _params_in_ready_order(
-    model: nn.Module, objective: Objective, feed: Feed, turn: str | None
+    model: nn.Module, objective: Objective, content: Any, turn: str | None, view: Callable[[Any], Any]
 ) -> dict[str, Tensor]:
-    """Parameters by name, in the order in which a backward pass completes their gradients. The pass computes
-    no values. A model that looks at values fails without them: then not all parameters are known.
+    """Parameters by name, in the order in which a backward pass completes their gradients. The passes see
+    parameters, buffers and the batch as `view` gives them.
     """
+    step = _LossOfFixedBatch(model, objective, tree_map(view, content), turn)
+    held = {name: view(one) for name, one in (*step.named_parameters(), *step.named_buffers())}
     ready: dict[str, Tensor] = {}
-    state = seeding.preserve_state(objective.precision.device, model, objective.loss)
-    with suppress(Exception), state:
-        content = objective.training_batch(feed.first_batch())
-        model.train()
-        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-            view = partial(_without_values, fake)
-            step = _LossOfFixedBatch(model, objective, tree_map(view, content), turn)
-            held = {name: view(one) for name, one in (*step.named_parameters(), *step.named_buffers())}
-            for name, param in held.items():
-                if param.requires_grad:
-                    note = partial(ready.setdefault, name.removeprefix("model."))
-                    param.register_post_accumulate_grad_hook(note)
-            loss: Tensor = torch.func.functional_call(step, held, ())
-            loss.backward()  # type: ignore[no-untyped-call]
+    for name, param in held.items():
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(partial(ready.setdefault, name.removeprefix("model.")))
+    loss: Tensor = torch.func.functional_call(step, held, ())
+    loss.backward()  # type: ignore[no-untyped-call]
+    model.zero_grad(set_to_none=True)
     return ready
 
 

@@ -185,8 +185,8 @@ class MeasuredStage:
             "hooks": (flow_yaml(hooks), flow_yaml(list(self.stage.hooks))),
         }
         planned = {(f"{sent.kind} {at.bucket}", at.bytes) for sent in one.exchanges for at in sent.buckets}
-        planned_sizes = dict(sorted(planned))
-        unplanned = [found for found in self.bucket_sizes - planned if found[0] in planned_sizes]
+        planned_sizes, same = dict(sorted(planned)), {name for name, _ in self.bucket_sizes & planned}
+        unplanned = [at for at in self.bucket_sizes if at[0] in planned_sizes and at[0] not in same]
         for name, size in sorted(unplanned)[:1]:  # another model, or options of DDP; others differ then, too
             facts[name] = (f"of {planned_sizes[name]:,} bytes", f"of {size:,} bytes")
         differ = [
