@@ -8,6 +8,7 @@ writes when each step ended into TIMES, seconds of the monotonic clock; the loop
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -33,10 +34,10 @@ BATCH, LR = 32, 0.01
 
 
 class Times:
-    """When steps ended, in a file that whoever ends this process can read."""
+    """When steps ended, in a file of each rank (`FILE-RANK`) that whoever ends this process can read."""
 
     def __init__(self, file: str) -> None:
-        self._times = np.memmap(file, np.float64, "w+", shape=(MOST,))
+        self._times = np.memmap(f"{file}-{os.environ['RANK']}", np.float64, "w+", shape=(MOST,))
         self._steps = 0
 
     def note(self) -> None:

@@ -147,7 +147,7 @@ class Loop:
     def ends(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         """When its steps ended, monotonic seconds; rank 0's."""
         if self.checkout is None:
-            file = self.folder / "times"
+            file = self.folder / "times-0"
             times = np.fromfile(file) if file.exists() else np.zeros(0)
             return times[times > 0]
         file = self.folder / "run" / "steps" / "rank-00000.jsonl"
