@@ -95,10 +95,9 @@ def run_stage(session: Session, stage: StepStage) -> dict[str, Any]:
                 evaluate_in_stage(run, at_end=True)
     else:
         if end == "stopped":  # a failed run takes none: its weights are broken
-            take_checkpoint(session, at_end=True)  # with the exchanges in flight, so before `end_interrupted`
-        run.synchronizer.run(
-            run.sequence.end_interrupted()
-        )  # nothing may be in flight when the process groups go
+            take_checkpoint(session, at_end=True)  # before `end_interrupted`: with the exchanges in flight
+        # Nothing may be in flight when the process groups go.
+        run.synchronizer.run(run.sequence.end_interrupted())
     state.synchronizer = None
     runtime.turns.select(None)
     runtime.frozen.set_trained_names(runtime.turns.trained)
@@ -375,7 +374,7 @@ def optimizer_step(
 def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
     """What `zero_grad` does, without the profiler's range around it, which takes most of its time."""
     if getattr(optimizer.zero_grad, "__func__", None) is not torch.optim.Optimizer.zero_grad:
-        optimizer.zero_grad(set_to_none=True)  # it does something else
+        optimizer.zero_grad(set_to_none=True)  # one of its own, which may do more
         return
     for group in optimizer.param_groups:
         for param in group["params"]:
