@@ -17,7 +17,6 @@ where a step ends, and wait for each other at the beginning of a forward pass wi
 may evaluate, or get other batches, while the others do something else.
 """
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -101,7 +100,6 @@ class StepMarker:
         handle: Handle,
         recorder: StepRecorder,
         watchdog: RankWatchdog,
-        device: torch.device,
         optimized: Iterable[Tensor],
         scaler: torch.amp.GradScaler | None,
         after_step: Callable[[bool, Any], None],
@@ -117,7 +115,6 @@ class StepMarker:
         self._passes = 0  # backward passes in the running step
         self._stepping: Optimizer | None = None
         self._scale_version = self._version_of_scale()
-        self._no_loss = torch.full((), math.nan, device=device)
         self._param_groups: list[Mapping[str, Any]] = []  # of the optimizers that have stepped in this step
         self._micro_batches: list[tuple[Tensor | None, int]] = []  # loss and samples, not noted yet
 
@@ -330,10 +327,7 @@ class StepMarker:
 
     def _note_micro_batches(self) -> None:
         for loss, samples in self._micro_batches:
-            if loss is None:
-                self._recorder.note_loss(self._no_loss, samples, weight=0)
-            else:
-                self._recorder.note_loss(loss, samples)
+            self._recorder.note_loss(loss, samples)
         self._micro_batches.clear()
 
     def _version_of_scale(self) -> int:

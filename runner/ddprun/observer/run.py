@@ -217,7 +217,7 @@ class ObservedRun:
             if not clock.lag_steps:  # else marks of the step before would have to be waited for
                 self.hooks.on_last_bucket_sent = recorder.do_some_deferred
             params, calls = _params(model, optimizer), (self.after_step, self.meet_if_due)
-            self.marks = StepMarker(self.hooks, recorder, watchdog, self._device, params, scaler, *calls)
+            self.marks = StepMarker(self.hooks, recorder, watchdog, params, scaler, *calls)
             context.reporter, context.step = reporter, lambda: self.marks.step
             stage = StageStarted(stage=0, sync=_SYNC, hooks=tuple(stack.names))
             for event in (recorder.compare_clocks(), stage):

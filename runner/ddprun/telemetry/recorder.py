@@ -263,11 +263,15 @@ class StepRecorder:
         self._step = None
 
     def note_loss(
-        self, mean: Tensor, samples: int, weight: float | None = None, values: Sequence[Tensor | None] = ()
+        self,
+        mean: Tensor | None,
+        samples: int,
+        weight: float | None = None,
+        values: Sequence[Tensor | None] = (),
     ) -> None:
-        """Note a micro-batch's mean loss, shape (), how many samples it is of, its weight in means (None:
-        that is the number of samples), and the numbers of `value_names`; none: they are not known. On a
-        device these are read some steps later: their memory must be their own.
+        """Note a micro-batch's mean loss, shape () (None: it is not known), how many samples it is of, its
+        weight in means (None: that is the number of samples), and the numbers of `value_names`; none: they
+        are not known. On a device these are read some steps later: their memory must be their own.
         """
         numbers = [mean, *(values or [None] * len(self.value_names))]
         copies = [None if one is None else self._clock.copy_to_host(one) for one in numbers]

@@ -102,7 +102,9 @@ class LauncherWatchdog:
                 continue
             living: dict[Path, dict[int, RankStatus]] = {}
             with suppress(OSError):  # a folder is gone
-                living = {folder: _live_ranks(folder) for folder in _attempt_folders(self._folder)}
+                for folder in _attempt_folders(self._folder):
+                    if self._give_up is not None or (folder / HANG_FILE).exists():  # else nobody asks
+                        living[folder] = _live_ranks(folder)
             self._check_ranks(living)
             self._give_up_without_ranks(living, passed)
 

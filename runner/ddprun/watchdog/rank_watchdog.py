@@ -24,7 +24,7 @@ from ddprun_hooks.payload import ParamSlice, Payload, PayloadKind
 GROUP_TIMEOUT_MARGIN_S = 5.0  # after the watchdog, which knows more and so speaks first
 
 HANG_FILE = "hang"  # among status pages, made by the first rank to find a hang, or by its launcher
-_TICK_S = 0.2
+_TICK_S = 0.5  # each tick takes the training thread's place in a processor's caches
 _SUSPENSION_S = 1.0  # a tick that comes so late was not late: the process was stopped, and time did not count
 
 # A device is asked about a collective of that age; younger ones are nearly always over soon. To ask holds
@@ -123,7 +123,7 @@ class WatchedSequence(CollectiveSequence):
 class RankWatchdog(CollectiveObserver):
     """This rank's watchdog.
 
-    A thread of its own checks some times a second. Training threads wait for collectives without Python's
+    A thread of its own checks twice a second. Training threads wait for collectives without Python's
     lock, so it can; a rank whose call keeps the lock is found by the other ranks' watchdogs.
 
     Args:
