@@ -90,8 +90,8 @@ class Exchange:
             world = factory.make_group(name, requirements, existing)
             return HostCommQueue(world) if gpu is None else StreamQueue(world, gpu)
 
-        # Of the default group DDP alone makes use otherwise. Each further group is a communicator on a GPU, and
-        # with Gloo threads that wake a hundred times a second. A bucket of a single collective is sent by the
+        # DDP alone uses the default group otherwise. Each further one is a communicator on a GPU, and with
+        # Gloo has threads that wake a hundred times a second. A bucket of a single collective is sent by the
         # very thread by which DDP itself would send it, so it keeps its place among what else is sent there.
         default = [dist.group.WORLD]
         as_ddp_sends = backend == "gloo" and gradients == ALL_RANKS
