@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import mean, median
 from typing import Any
 
 from benchmarks.page import ROOT, Pieces, argument_parser, print_head, print_row
@@ -33,6 +33,7 @@ from benchmarks.two_hosts import HOSTS, Link, doctor_report, finish, started
 from tests.engine.running import events, lines
 from tests.ranks import ddprun
 
+from ddprun.compare.learning import half_interval
 from ddprun.config import load
 from ddprun.explain.explain import explain
 from ddprun.host.processes import cores
@@ -44,7 +45,6 @@ EVERY = 200  # steps from one held-out loss to the next
 LONGER = 1.4  # times `--steps`: how long all methods but plain DDP train
 LINKS = (Link(100), Link(37, 8))
 _COMPUTED = ("data_us", "forward_us", "backward_us", "optimizer_us")
-_STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # two-sided 95%, by the number of values
 _LIMIT_S = 1800.0
 
 
@@ -161,9 +161,8 @@ def steps_to(losses: list[list[float]], wanted: float) -> float | None:
 
 def interval(values: list[float]) -> str:
     """The mean and its 95% interval (Student's t)."""
-    if len(values) == 1:
-        return f"{values[0]:.4f}"
-    return f"{mean(values):.4f} ± {_STUDENT[len(values)] * stdev(values) / math.sqrt(len(values)):.4f}"
+    half = half_interval(values)
+    return f"{mean(values):.4f}" + ("" if half is None else f" ± {half:.4f}")
 
 
 def show(

@@ -12,7 +12,8 @@ from one start of the same loop to the next. The loop by hand is there twice, as
 with ddprun's buckets (left alone, DDP cuts the first one at 1 MiB), once with those and torch's
 `allreduce_hook`, which is Python for each bucket, as every hook of ddprun's is, and once with
 `ddprun.observe`. Accelerate and Lightning take part if they are installed. Prints the time of a step of the
-loop by hand, and steps per second relative to it, with 95% confidence intervals.
+loop by hand, and steps per second relative to it, with 95% confidence intervals: of the mean over starts
+(Student's t), which differ more than the slices of one.
 """
 
 import argparse
@@ -28,13 +29,16 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import fsum
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 import psutil
 from benchmarks.loops import BATCH, LR, MOST, mlp
 
+from ddprun.compare.learning import half_interval
 from ddprun.compare.runs import bootstrap_ratio
 
 MODELS = {
@@ -191,8 +195,8 @@ def started(model: Mapping[str, Any], data: str, against: Path | None) -> Iterat
 
 
 def measure(model: str, data: str, seconds: float, starts: int, against: Path | None) -> None:
-    """Print a model's row."""
-    times: dict[str, list[float]] = {}
+    """Print a model's row: the mean over starts of each loop's ratio, and its interval."""
+    starts_of: dict[str, list[list[float]]] = {}  # of each loop: for each start the times of its slices
     for start in range(starts):
         with started(MODELS[model], data, against) as loops:
             first = loops[0].ends()
@@ -205,18 +209,26 @@ def measure(model: str, data: str, seconds: float, starts: int, against: Path | 
                 loop.signal(signal.SIGCONT)
             time.sleep(1.0)  # ddprun writes the records of its last steps
             for loop in loops:
-                times.setdefault(loop.name, []).extend(loop.step_times())
-    base = times.pop(BY_HAND)
+                starts_of.setdefault(loop.name, []).append(loop.step_times())
+    base = starts_of.pop(BY_HAND)
     cells = []
     if against is not None:
-        one = bootstrap_ratio(list(zip(times[AGAINST], times[OURS], strict=True)))
-        cells.append(f"{OURS} relative to {AGAINST} {one.mean:.3f} ({one.low:.3f} to {one.high:.3f})")
-    for name, own in times.items():
-        one = bootstrap_ratio(list(zip(base, own, strict=True)))
-        cells.append(f"{name} {one.mean:.3f} ({one.low:.3f} to {one.high:.3f})")
-    step_ms = 1000 * float(np.median(base))
+        cells.append(f"{OURS} relative to {AGAINST} {ratio(starts_of[AGAINST], starts_of[OURS])}")
+    cells += (f"{name} {ratio(base, own)}" for name, own in starts_of.items())
+    step_ms = 1000 * float(np.median(np.concatenate(base)))
     row = model if data == "own" else f"{model}, TensorDataset"
     print(f"{row}: {step_ms:.2f} ms per step of the {BY_HAND}", *cells, sep="\n  ", flush=True)
+
+
+def ratio(base: list[list[float]], own: list[list[float]]) -> str:
+    """Another loop's speed relative to the base's, with its interval: over starts or, of one, over slices."""
+    of_starts = [fsum(ours) for ours in base], [fsum(theirs) for theirs in own]
+    ratios = [one / other for one, other in zip(*of_starts, strict=True)]
+    half = half_interval(ratios)
+    if half is None:
+        only = bootstrap_ratio(list(zip(base[0], own[0], strict=True)))
+        return f"{only.mean:.3f} ({only.low:.3f} to {only.high:.3f})"
+    return f"{fmean(ratios):.3f} ({fmean(ratios) - half:.3f} to {fmean(ratios) + half:.3f})"
 
 
 def main() -> None:

@@ -48,7 +48,7 @@ class SeedDifferences:
     @property
     def half_interval(self) -> float | None:
         """Half the length of the 95 % interval of the mean; None for one seed."""
-        return self._half_interval(len(self.values)) if len(self.values) > 1 else None
+        return half_interval(self.values)
 
     @property
     def seeds_needed(self) -> int | None:
@@ -56,11 +56,8 @@ class SeedDifferences:
         if not self.half_interval:
             return None
         numbers = range(len(self.values) + 1, _MAX_SEEDS + 1)
-        return next((number for number in numbers if self._half_interval(number) < abs(self.mean)), None)
-
-    def _half_interval(self, seeds: int) -> float:
-        quantile = _STUDENT_T_QUANTILES[min(seeds - 1, len(_STUDENT_T_QUANTILES)) - 1]
-        return quantile * statistics.stdev(self.values) / math.sqrt(seeds)
+        spread = statistics.stdev(self.values)
+        return next((one for one in numbers if _half_interval(spread, one) < abs(self.mean)), None)
 
     def verdict(self) -> str:
         """In words, of a quantity that is better if it is lower."""
@@ -71,6 +68,15 @@ class SeedDifferences:
         if abs(self.mean) <= self.half_interval:
             return NO_CLEAR_DIFFERENCE
         return WORSE if self.mean > 0 else BETTER
+
+
+def half_interval(values: Sequence[float]) -> float | None:
+    """Half the length of the 95 % interval of the mean, by Student's t; None for a single value."""
+    return _half_interval(statistics.stdev(values), len(values)) if len(values) > 1 else None
+
+
+def _half_interval(spread: float, count: int) -> float:
+    return _STUDENT_T_QUANTILES[min(count - 1, len(_STUDENT_T_QUANTILES)) - 1] * spread / math.sqrt(count)
 
 
 def judge_learning(variants: Sequence[Sequence[RunDigest]]) -> list[dict[str, Any]]:
