@@ -90,15 +90,11 @@ class Exchange:
             world = factory.make_group(name, requirements, existing)
             return HostCommQueue(world) if gpu is None else StreamQueue(world, gpu)
 
-        # DDP alone uses the default group otherwise. Each further one is a communicator on a GPU, and with
-        # Gloo has threads that wake a hundred times a second. A bucket of a single collective is sent by the
-        # very thread by which DDP itself would send it, so it keeps its place among what else is sent there.
-        default = [dist.group.WORLD]
-        as_ddp_sends = backend == "gloo" and gradients == ALL_RANKS
         return cls(
-            gradient_queue=queue("world", gradients, default if as_ddp_sends else []),
+            gradient_queue=queue("world", gradients),
             delta_queue=queue("deltas", deltas),
-            plain_queue=queue("plain", plain, default),
+            # DDP alone uses the default group otherwise: a communicator less on the GPU.
+            plain_queue=queue("plain", plain, [dist.group.WORLD] if backend == "nccl" else []),
             control=control,
         )
 
