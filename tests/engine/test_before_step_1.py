@@ -199,7 +199,7 @@ USUAL = {
 def run(folder: Path, resuming: bool = False, /, **changes: str) -> tuple[list[int], str]:
     """Exit codes, and what was printed."""
     (folder / "mine.py").write_text(MODULE)
-    text = PIPELINE
+    text = changes.pop("text", PIPELINE)
     for name, value in {**USUAL, **changes}.items():
         text = text.replace(name, value)
     return run_to_end(folder, text, resuming=resuming)
@@ -369,6 +369,23 @@ def test_lazy_parameters_have_their_shapes(batch: str, width: int, tmp_path: Pat
     explained = explain(load(tmp_path / "p.yaml"), hosts=1, ranks_per_host=2)
     assert explained.parameters is not None
     assert sum(one.numel() for one in explained.parameters.values()) == 8 * width + 8 + 16 + 8 * 3 + 3
+
+
+def test_a_saved_model_is_evaluated_without_training(tmp_path: Path) -> None:
+    """One with buffers, whose parameters have shapes only when its weights are read; and `explain` of it."""
+    changes = {"MODEL": "mine.Lazy", "DROP_LAST": "true"}
+    codes, said = run(tmp_path, EVALUATE="save", **changes)
+    assert codes == [0, 0], said
+    (tmp_path / "alone").mkdir()
+    text = PIPELINE.replace("[{train: LENGTH}, EVALUATE]", "[evaluate, save]")
+    text += f"init: {tmp_path / 'run' / 'model.safetensors'}\n"
+    codes, said = run(tmp_path / "alone", text=text, **changes)
+    assert codes == [0, 0], said
+    trained, evaluated = (weights(folder / "run") for folder in (tmp_path, tmp_path / "alone"))
+    assert trained.keys() == evaluated.keys()
+    assert all(trained[name].equal(evaluated[name]) for name in trained)
+    explained = explain(load(tmp_path / "alone" / "p.yaml"), hosts=1, ranks_per_host=2)
+    assert [stage.end for stage in explained.stages] == [(), ()]
 
 
 def test_an_optimizer_that_passes_on_the_inner_ones_state_is_resumed_with_it(tmp_path: Path) -> None:

@@ -402,7 +402,7 @@ def initialize_lazy_parameters(model: nn.Module, objective: Objective, feed: Fee
     if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
         model.eval()
         with torch.no_grad():
-            for name in turns.names:
+            for name in turns.names or [None]:  # a pipeline may only evaluate
                 objective(model, objective.training_batch(feed.first_batch()), name)
         objective.called.clear()  # passes in training may give other numbers beside the loss
         objective.value_names.clear()
@@ -440,9 +440,11 @@ def check_last_batch(
 def find_buffer_use(
     model: nn.Module, objective: Objective, feed: Feed, turns: Turns, *, automatic: bool
 ) -> BufferUse:
-    """What training does with buffers, seen on this rank's first batch; not `automatic`: all may change."""
+    """What training does with buffers, seen on this rank's first batch; not `automatic`, or nothing trains:
+    all may change.
+    """
     named = dict(model.named_buffers())
-    if not (automatic and named):
+    if not (automatic and named and turns.names):
         return BufferUse.from_changes(named, named, read=False)
     precision = objective.precision
     with preserve_rng_state(precision.device):

@@ -87,9 +87,7 @@ def build_session(
         text = "torch's SyncBatchNorm works on GPUs only, and the ranks run on CPUs"
         raise loaded.error("sync_batchnorm", text, "remove it, or run on GPUs")
     precision = Precision(pipeline.precision, device, channels_last=pipeline.channels_last)
-    model = build.place_model(loaded, build.build_model(loaded), device, precision.parameter_dtype)
-    if ranks.rank == 0:
-        load_weights(loaded, model)  # from which all others get them
+    model = alone = build.place_model(loaded, build.build_model(loaded), device, precision.parameter_dtype)
     train_data, held_out = build.build_data(loaded)
     stage_held_out = build.build_stage_held_out(loaded)
     check_trackers(loaded, pipeline.track)
@@ -105,6 +103,8 @@ def build_session(
     feed = feeds.main
     turns = build_turns(loaded, model)
     initialize_lazy_parameters(model, objective, feed, turns)
+    if ranks.rank == 0:
+        load_weights(loaded, alone)  # from which all others get them
     optimizer = build_optimizer(loaded, model, turns)
     optimizer_settings = settings_of_stages(loaded, model, turns, optimizer)
     check_closure(loaded, optimizer)
