@@ -155,20 +155,33 @@ def with_refused_input(folder: Path) -> list[str]:
     (folder / "taken" / "file").touch()
     dist.barrier()
     new, taken = folder / "new", folder / "taken"
-    for hooks, run_dir, track in (("fp17", new, []), ("fp16", taken, []), ("fp16", new, ["tensorbord"])):
+    for changed in (
+        {"hooks": "fp17"},
+        {"run_dir": taken},
+        {"track": ["tensorbord"]},
+        {"every": 0},
+        {"timeout_s": 0},
+        {"optimizer": "sgd"},
+    ):
+        given: dict[str, Any] = {"optimizer": optimizer, "run_dir": new, **changed}
         try:
-            ddprun.observe(model, optimizer, hooks=hooks, run_dir=run_dir, track=track)
-        except (HookSetupError, RunFolderError, PipelineError) as error:
+            ddprun.observe(model, **given)
+        except (HookSetupError, RunFolderError, PipelineError, ValueError) as error:
             refused.append(str(error))
     return refused
 
 
 def test_bad_input_is_refused_before_anything_is_hooked(tmp_path: Path) -> None:
     for refused in as_processes(2, with_refused_input, tmp_path):
-        assert len(refused) == 3
-        assert 'unknown hook "fp17"' in refused[0]
-        assert refused[1].endswith("is not empty: name another with run_dir")
-        assert 'track[0]: unknown tracker "tensorbord"; allowed: mlflow, ' in refused[2]
+        hook, folder, tracker, *arguments = refused
+        assert 'unknown hook "fp17"' in hook
+        assert folder.endswith("is not empty: name another with run_dir")
+        assert 'track[0]: unknown tracker "tensorbord"; allowed: mlflow, ' in tracker
+        assert arguments == [
+            "every must be a whole number from 1 on, got 0",
+            "timeout_s must be above 0, got 0",
+            "optimizer must be an Optimizer of torch.optim, or a list of them: 'sgd'",
+        ]
     assert not (tmp_path / "new").exists()
 
 

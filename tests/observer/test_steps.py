@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import ddprun
 from ddprun.observer import run as observing
+from ddprun_hooks import HookSetupError
 from tests.observer.script import (
     BATCH,
     BATCHES,
@@ -218,6 +219,27 @@ def test_one_rank_may_evaluate_alone(scripts: Scripts) -> None:
         steps = scripts.steps("with_lone_evaluation", rank)
         assert [step["step"] for step in steps] == list(range(1, 7))
     assert all(step["step_us"] < 200_000 for step in scripts.steps("with_lone_evaluation"))
+
+
+def with_join(folder: Path) -> str:
+    """Rank 1 has fewer batches, and `Join` would have it send zeros for those that it lacks."""
+    model, optimizer = start()
+    run = ddprun.observe(model, optimizer, run_dir=folder, timeout_s=20)
+
+    def train() -> None:
+        with model.join():
+            for _ in range(3 - dist.get_rank()):
+                model(torch.ones(2, 12)).square().mean().backward()
+
+    with pytest.raises(HookSetupError) as refused:
+        train()
+    run.close()
+    return str(refused.value)
+
+
+def test_uneven_batches_under_join_are_refused(scripts: Scripts) -> None:
+    """Where they begin, rather than by a hang."""
+    assert scripts.returned["with_join"].startswith("Join is not supported")
 
 
 def with_scaled_loss(folder: Path) -> None:

@@ -33,6 +33,7 @@ from ddprun.sync.exchanger import ParameterExchanger
 from ddprun.telemetry.recorder import StepRecorder
 from ddprun.watchdog.rank_watchdog import RankWatchdog
 from ddprun_hooks.dispatcher import call_after_backward
+from ddprun_hooks.errors import HookSetupError
 from ddprun_hooks.exchange import BROADCAST_BUCKET_BYTES
 from ddprun_hooks.standalone import Handle
 
@@ -169,12 +170,15 @@ class StepMarker:
     # Hooks.
 
     def _forward_begins(
-        self, model: torch.nn.Module, inputs: Sequence[Any], options: Mapping[str, Any]
+        self, model: DistributedDataParallel, inputs: Sequence[Any], options: Mapping[str, Any]
     ) -> None:
         self._in_forward = torch.is_grad_enabled()
         if not self._in_forward:
             self._evaluation_begins()  # before DDP's broadcast of the buffers
             return
+        if model._join_config.enable:
+            text = "Join is not supported: ranks whose data has ended would not meet the others"
+            raise HookSetupError(f"{text}; give all ranks equally many batches")
         self._end_step_if_over()
         self._before_forward()
         self._in_backward = False  # of a pass that has failed
@@ -237,8 +241,7 @@ class StepMarker:
         self._watchdog.set_phase(b"evaluate")
 
     def _backward_begins(self, *_: Tensor) -> None:
-        outside = torch._C._current_graph_task_id() < 0  # `Join` sends zeros for a rank without data
-        if self._in_backward or outside:
+        if self._in_backward:
             return
         self._in_backward = True
         self._begin_part(b"backward")

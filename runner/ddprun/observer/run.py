@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -95,6 +95,7 @@ def observe(
 
     Raises:
         HookSetupError: unknown hook, wrong options, or an unsuitable model.
+        ValueError: an argument of no meaning, such as `every=0`.
         DisagreementError: the ranks were given different hooks.
         RunFolderError: the folder cannot be made, or is not empty.
         PipelineError: unknown tracker, wrong options, or a package that is not installed.
@@ -120,14 +121,6 @@ def _agree_on_folder(ranks: Ranks, run_dir: str | os.PathLike[str] | None, name:
     if problem:
         raise RunFolderError(problem)
     return Path(path)
-
-
-def _params(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None) -> Iterable[Tensor]:
-    """The parameters by which the script's optimizers are known."""
-    if optimizer is None:
-        return model.parameters()
-    optimizers = optimizer if isinstance(optimizer, Sequence) else [optimizer]
-    return (param for one in optimizers for group in one.param_groups for param in group["params"])
 
 
 class _NotesOnly(Screen):
@@ -160,6 +153,15 @@ class ObservedRun:
     ) -> None:
         model = getattr(model, "_orig_mod", model)  # of torch.compile
         check_model(model)
+        if not (isinstance(every, int) and every > 0):
+            raise ValueError(f"every must be a whole number from 1 on, got {every!r}")
+        if timeout_s is not None and not timeout_s > 0:
+            raise ValueError(f"timeout_s must be above 0, got {timeout_s!r}")
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer or ()
+        if not all(isinstance(one, Optimizer) for one in optimizers):
+            raise ValueError(
+                f"optimizer must be an Optimizer of torch.optim, or a list of them: {optimizer!r}"
+            )
         stack, self._device = make_stack(hooks), device_of(model)
         settings, trackers = load_trackers(json.dumps(track, default=str), "track")
         settings.check_environment()
@@ -216,7 +218,10 @@ class ObservedRun:
                 scaler = None
             if not clock.lag_steps:  # else marks of the step before would have to be waited for
                 self.hooks.on_last_bucket_sent = recorder.do_some_deferred
-            params, calls = _params(model, optimizer), (self.after_step, self.meet_if_due)
+            of_groups = (group["params"] for one in optimizers for group in one.param_groups)
+            # By which the script's optimizers are known.
+            params = model.parameters() if optimizer is None else itertools.chain(*of_groups)
+            calls = self.after_step, self.meet_if_due
             self.marks = StepMarker(self.hooks, recorder, watchdog, params, scaler, *calls)
             context.reporter, context.step = reporter, lambda: self.marks.step
             stage = StageStarted(stage=0, sync=_SYNC, hooks=tuple(stack.names))
@@ -248,9 +253,9 @@ class ObservedRun:
     def close(self) -> None:
         """Finish the records and write `summary.json`; every rank calls it, after its last step.
 
-        A script that ends without `close` leaves the same files, with two exceptions: for the last half
-        second, it is not known how late other ranks were, and records of hosts that do not share the run's
-        disk are lost.
+        A script that ends without `close` leaves the same files, with two exceptions: of the steps of the
+        last half second, neither the mean loss nor how late other ranks were is known, and records of hosts
+        that do not share the run's disk are lost.
         """
         if not self._end(alone=False):
             return
