@@ -25,6 +25,7 @@ from torch.utils.data import (
 from ddprun.config import Loader, PipelineError, load
 from ddprun.engine.data import BatchDataset, Feed
 from ddprun.engine.feeds import open_training_feeds
+from ddprun.engine.seeding import seed_everything
 from ddprun_hooks.comm.control import ControlChannel
 from ddprun_hooks.comm.groups import RankGroup
 from ddprun_hooks.testing import run_ranks
@@ -486,6 +487,79 @@ def test_a_dataset_that_divides_itself_among_loading_processes_loses_nothing() -
     """It is not divided twice."""
     for rank in range(2):
         assert epoch(feed(ByWorker(40), rank, 2, workers=2)) == epoch(feed(Stream(40), rank, 2))
+
+
+class Shuffled(Stream):
+    """Draws its order, and a number for each sample, from the generators that are seeded."""
+
+    def __iter__(self) -> Iterator[Any]:
+        order = list(range(self.size))
+        random.shuffle(order)
+        order = [order[at] for at in torch.randperm(self.size).tolist()]
+        for index in np.random.permutation(order).tolist():
+            yield index, random.random() + torch.rand(()).item() + np.random.rand()
+
+
+def two_epochs_of_shuffled(
+    rank: int, ranks: int, start: tuple[int, int] = (0, 0), **changes: Any
+) -> list[list[tuple[int, float]]]:
+    """From an epoch and a position in it, by step, on a rank that draws other numbers than others do."""
+    seed_everything(rank)
+    source = feed(Shuffled(37), rank, ranks, **changes)
+    source.first_batch()
+    source.load_state_dict({"epoch": start[0], "samples": start[1]})
+    steps = []
+    for step in source.steps(1, epochs=2 - start[0]):
+        row = [
+            (ids.tolist(), drawn.tolist()) for ids, drawn in (micro.content for micro in step.micro_batches)
+        ]
+        samples = sum(micro.samples for micro in step.micro_batches)
+        steps.append([pair for ids, drawn in row for pair in zip(ids, drawn, strict=True)][:samples])
+        torch.rand(()), random.random(), np.random.rand()  # as a model does
+    return steps
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_draws_the_same_numbers_wherever_it_is_read(workers: int) -> None:
+    """So one that shuffles gives each sample once per epoch, in another order in each, and resumes exactly,
+    also in mid-epoch and on another number of ranks.
+    """
+    of_ranks = [two_epochs_of_shuffled(rank, 2, workers=workers) for rank in range(2)]
+    steps = [sorted(pair for row in both for pair in row) for both in zip(*of_ranks, strict=True)]
+    orders = [[index for row in steps[at : at + 5] for index, _ in row] for at in (0, 5)]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(37))
+    assert orders[0] != orders[1]
+    for epoch_, done, changes in ((0, 2, {"workers": 0}), (1, 1, {"workers": 2}), (1, 3, {"workers": 0})):
+        for ranks, batch_size in ((2, 4), (1, 8)):
+            changed = {**changes, "batch_size": batch_size}
+            again = [
+                two_epochs_of_shuffled(rank, ranks, (epoch_, 8 * done), **changed) for rank in range(ranks)
+            ]
+            rest = [sorted(pair for row in both for pair in row) for both in zip(*again, strict=True)]
+            assert rest == steps[5 * epoch_ + done :]
+
+
+def parts_that_draw(group: RankGroup, workers: int) -> tuple[list[Any], list[Any]]:
+    def rows(start: int) -> list[Any]:
+        seed_everything(group.rank)
+        source = feed(Shuffled(36), group.rank, 2, sharded=True, workers=workers)
+        compare(group, source)
+        source.load_state_dict({"epoch": 0, "samples": 8 * start})
+        steps = source.steps(1, epochs=2)
+        contents = [micro.content for step in steps for micro in step.micro_batches]
+        return [[*zip(ids.tolist(), drawn.tolist(), strict=True)] for ids, drawn in contents]
+
+    return rows(0), rows(2)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_that_shards_itself_draws_numbers_of_its_rank(workers: int) -> None:
+    """The same in each loading process, and when it is resumed."""
+    for whole, rest in (of_ranks := on_ranks(2, parts_that_draw, workers)):
+        for at in (0, 9):
+            assert sorted(index for row in whole[at : at + 9] for index, _ in row) == list(range(36))
+        assert rest == whole[2:]
+    assert of_ranks[0][0][1:] != of_ranks[1][0][1:]
 
 
 # Data that shards itself by rank.

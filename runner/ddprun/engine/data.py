@@ -102,7 +102,7 @@ class Feed:
         self._order: tuple[int, list[int]] | None = None  # an epoch, and the order of its samples
         # This rank's, and their numbers.
         self._first_samples: tuple[Sequence[Any], Sequence[int]] | None = None
-        self._stream = _PeekableStream(self.dataset)
+        self._stream = _PeekableStream(self.dataset, self._stream_rng())
         self._control: ControlChannel | None = None
         self._lengths: list[int] = []  # samples of each rank's dataset
         if not self.iterable:
@@ -117,10 +117,10 @@ class Feed:
         map-style data of different lengths that is not `sharded`. Called by all ranks before step 1.
         """
         self._control = control
-        with SeparateRng(self.seed)():
-            if self.iterable:
-                first_digest = self._peek_and_digest_samples()
-            else:
+        if self.iterable:
+            first_digest = self._peek_and_digest_samples()
+        else:
+            with SeparateRng(self.seed)():
                 first_digest = digest_of([self.dataset[self._epoch_indices()[0]]])
         if self.iterable and self._workers and self._stream.one_shot and not self.begins_anew():
             problem = "the data set is its own iterator, which loading processes cannot share"
@@ -146,7 +146,7 @@ class Feed:
 
     def begins_anew(self) -> bool:
         """Whether an iterable dataset, read again under the same seed, yields the same first sample."""
-        with SeparateRng(self.seed)():
+        with SeparateRng(self.seed + self.epoch)():
             return digest_of(islice(iter(self.dataset), 1)) == self._stream.first_digest
 
     @property
@@ -224,7 +224,10 @@ class Feed:
 
     def _peek_and_digest_samples(self) -> bytes:
         """Read an iterable dataset's first samples; gives their digest."""
-        digest, ahead = self._stream.peek(self._sizes[0] // (self.world_size if self.sharded else 1))
+        rng = SeparateRng(self.seed + self.epoch)  # ranks compare what they read
+        count = self._sizes[0] // (self.world_size if self.sharded else 1)
+        then = self._stream_rng() if self.sharded else rng
+        digest, ahead = self._stream.peek(self.epoch, count, rng, then)
         mine = self._share.of(ahead)
         if not mine:
             problem = f"the dataset yields too few samples for {self.world_size} ranks"
@@ -404,13 +407,22 @@ class Feed:
     def _rank_share_batches(self) -> Iterator[Any]:
         """This rank's share of what is left of the epoch, as `_RankShareDataset` gives it."""
         skip = self._samples_read(self._consumed_samples)
-        samples, already_read = self.dataset, 0  # loading processes begin anew
+        samples, already_read, rng = self.dataset, 0, self._stream_rng()  # loading processes begin anew
         if not self._workers:
-            samples, already_read = self._stream.resume(self.epoch, skip)
+            samples, already_read = self._stream.resume(self.epoch, skip, rng)
+            rng = self._stream.rng
         sizes = [size // self.world_size for size in self._sizes] if self.sharded else self._sizes
         drop_last = self.drop_last and not self.sharded and len(sizes) == 1
-        share = _RankShareDataset(samples, sizes, self._share, skip, already_read, drop_last, self.collate)
+        share = _RankShareDataset(
+            samples, rng, sizes, self._share, skip, already_read, drop_last, self.collate
+        )
         return self._load(share, None)
+
+    def _stream_rng(self) -> SeparateRng:
+        """For what a stream draws in the epoch: the same numbers in each process that reads it, of all ranks;
+        if it is sharded, of this rank.
+        """
+        return SeparateRng(self._loading_seed() if self.sharded else self.seed + self.epoch)
 
     def _load(self, dataset: Dataset[Any], sampler: Iterable[Any] | None) -> Iterator[Any]:
         # A generator of its own, so that iterating draws nothing from torch's.
@@ -435,12 +447,13 @@ class _PeekableStream:
     time: then what a second iterator gives begins where the first one was left.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, rng: SeparateRng) -> None:
         self._dataset = dataset
         self._iterator: Iterator[Any] | None = None
         self._peeked: deque[Any] = deque()
+        self.rng = rng  # what it draws from in the epoch that is read
         self.first_digest = b""  # of the first sample that was read ahead
-        self._epoch: int | None = None  # which is read; None: none yet
+        self._epoch: int | None = None  # which is read, or was read ahead; None: none yet
         self._yielded_samples = 0  # samples of it
 
     @property
@@ -448,25 +461,26 @@ class _PeekableStream:
         """Whether the dataset is its own iterator."""
         return self._iterator is self._dataset
 
-    def peek(self, count: int) -> tuple[bytes, list[Any]]:
-        """Read the first samples, which are handed out again if no epoch has begun; and their digest."""
-        iterator = iter(self._dataset)
-        ahead = list(islice(iterator, count))
+    def peek(self, epoch: int, count: int, rng: SeparateRng, then: SeparateRng) -> tuple[bytes, list[Any]]:
+        """Read the first samples, which are handed out again when this epoch begins; and their digest. They
+        draw from `rng`, and what is read after them draws from `then`.
+        """
+        with rng():
+            iterator = iter(self._dataset)
+            ahead = list(islice(iterator, count))
         self.first_digest = digest_of(ahead[:1])
-        if self._epoch is None:
-            self._iterator, self._peeked = iterator, deque(ahead)
+        if self._iterator is None:
+            self._iterator, self._peeked, self._epoch, self.rng = iterator, deque(ahead), epoch, then
         return digest_of(ahead), ahead
 
-    def resume(self, epoch: int, skip: int) -> tuple[Iterator[Any], int]:
+    def resume(self, epoch: int, skip: int, rng: SeparateRng) -> tuple[Iterator[Any], int]:
         """The samples of an epoch in this process, of which the first `skip` are not wanted; and how many of
-        these are not in it any more.
+        these are not in it any more. If it is begun anew, it draws from `rng`.
         """
-        again = self._epoch not in (None, epoch) or self._yielded_samples > skip
-        if self._epoch is None and epoch and hasattr(self._dataset, "set_epoch"):
-            again = True  # what was read ahead was of another epoch
-        if again or self._iterator is None:
-            self._iterator, self._peeked, self._yielded_samples = iter(self._dataset), deque(), 0
-        self._epoch = epoch
+        if self._iterator is None or self._epoch != epoch or self._yielded_samples > skip:
+            self.rng, self._epoch, self._peeked, self._yielded_samples = rng, epoch, deque(), 0
+            with rng():
+                self._iterator = iter(self._dataset)
         return self._read(self._iterator), self._yielded_samples
 
     def _read(self, iterator: Iterator[Any]) -> Iterator[Any]:
@@ -511,6 +525,7 @@ class _RankShareDataset(IterableDataset[tuple[list[tuple[Any, int]], int]]):
     """
 
     samples: Iterable[Any]
+    rng: SeparateRng  # for what `samples` draws
     sizes: Sequence[int]  # samples that are read for each micro-batch, in turn
     share: SampleShard
     skip: int  # leave out so many samples of the epoch
@@ -525,10 +540,12 @@ class _RankShareDataset(IterableDataset[tuple[list[tuple[Any, int]], int]]):
         # too, as torch's documentation shows, would lose most of them: it is to see one process.
         if worker is not None:
             loading_process._worker_info = None
-        samples = islice(self.samples, self.skip - self.already_read, None)
+        with self.rng():
+            samples = islice(self.samples, self.skip - self.already_read, None)
         at = self.skip
         for micro, size in enumerate(cycle(self.sizes)):
-            items = list(islice(samples, size))
+            with self.rng():
+                items = list(islice(samples, size))
             too_few = len(items) < (1 if self.share.sharded else self.share.ranks)
             if not items or (too_few and micro == self.skip == 0):
                 return  # the end, or too few for every rank to have had a batch at all
