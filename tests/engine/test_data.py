@@ -4,7 +4,7 @@ import multiprocessing
 import random
 import re
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -796,3 +796,26 @@ def test_samples_that_are_no_batch_are_named(data: Any, message: str, iterable: 
     source = feed(data, 0, 1, shuffle=False, workers=workers)
     with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
         epoch(source)
+
+
+class Ends(Ids):
+    """Sample 5 ends the iteration of what asks for it."""
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return next(iter([(index, index)] if index != 5 else []))
+
+
+def ends(samples: list[Any]) -> Any:
+    return next(iter([samples] if (5, 5) not in samples else []))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("data", "custom"), [(Ends(16), None), (Ids(16), ends)])
+def test_a_sample_that_raises_stop_iteration_does_not_end_the_epoch(
+    data: Any, custom: Any, workers: int
+) -> None:
+    """The batches after it would be left out, and ranks would get out of step."""
+    source = feed(data, 0, 1, shuffle=False, workers=workers)
+    source.collate = custom
+    with pytest.raises(RuntimeError, match="raised StopIteration: samples 4, 5, 6, 7"):
+        list(chain.from_iterable(step.micro_batches for step in source.steps(1, epochs=1)))

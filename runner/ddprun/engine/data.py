@@ -513,9 +513,15 @@ class BatchDataset(Dataset[Any]):
         if self._tensors is not None:  # what `default_collate` makes, without an object for each sample
             at = torch.tensor(indices)
             return [tensor[at].contiguous() for tensor in self._tensors], own
-        if hasattr(self.dataset, "__getitems__"):
-            return collate(list(self.dataset.__getitems__(indices)), indices, self.collate), own
-        return collate([self.dataset[index] for index in indices], indices, self.collate), own
+        try:
+            if hasattr(self.dataset, "__getitems__"):
+                samples = list(self.dataset.__getitems__(indices))
+            else:
+                samples = [self.dataset[index] for index in indices]
+            return collate(samples, indices, self.collate), own
+        except StopIteration as error:  # would end the epoch here
+            shown = ", ".join(map(str, indices))
+            raise RuntimeError(f"the data set or collate raised StopIteration: samples {shown}") from error
 
 
 @dataclass(eq=False)
