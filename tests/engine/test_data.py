@@ -268,6 +268,26 @@ def test_batches_of_tensors_are_those_of_torchs_default_collate(kind: type[Tenso
         assert torch.equal(one, other)
 
 
+class Resampled(Ids):
+    """Draws a subset of another size in an epoch."""
+
+    def __init__(self, epoch: int, size: int) -> None:
+        super().__init__(24)
+        self.other = epoch, size
+
+    def set_epoch(self, epoch: int) -> None:
+        self.size = self.other[1] if epoch == self.other[0] else 24
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("size", [16, 40])
+def test_data_of_another_length_in_an_epoch_is_refused(number: int, size: int) -> None:
+    """Samples would be left out, or weighted by a total of before."""
+    steps = feed(Resampled(number, size), 0, 2).steps(1, epochs=2)
+    with pytest.raises(ValueError, match=f"has {size} samples in epoch {number + 1}, but 24 before; keep"):
+        list(steps)
+
+
 def test_an_epochs_stage_starts_a_new_epoch() -> None:
     """What is left of a begun epoch is left out."""
     source = feed(Ids(24), 0, 2)

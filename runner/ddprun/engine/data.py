@@ -261,6 +261,8 @@ class Feed:
     def _epoch_steps(self, accumulate: int) -> Iterator[StepBatches]:
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.epoch)
+        if not self.iterable and self.sampler_order is None:
+            self._check_same_length("the data set has", len(self.dataset), "samples")
         make_steps = self._sharded_iterable_steps if self.sharded else self._iterable_steps
         if not self.iterable:
             self._first_samples = None  # not needed any more
@@ -321,17 +323,19 @@ class Feed:
         if self.sampler_order is not None:
             with SeparateRng(self.seed + self.epoch)():
                 indices = self.sampler_order(self.epoch)
-            before = self._lengths[self.rank] if self._lengths else len(indices)
-            if len(indices) != before:
-                problem = f"loader.sampler yields {len(indices)} indices in epoch {self.epoch + 1}"
-                problem += f", but {before} in the epoch before"
-                raise self.make_error(problem, "yield equally many in each epoch")
+            self._check_same_length("loader.sampler yields", len(indices), "indices")
             return indices
         size = len(self.dataset)
         if not self.shuffle:
             return list(range(size))
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         return torch.randperm(size, generator=generator).tolist()
+
+    def _check_same_length(self, subject: str, length: int, what: str) -> None:
+        before = self._lengths[self.rank] if self._lengths else length
+        if length != before:
+            problem = f"{subject} {length} {what} in epoch {self.epoch + 1}, but {before} before"
+            raise self.make_error(problem, "keep their number the same in each epoch")
 
     def _rank_indices(self, order: list[int], start: int, size: int) -> Sequence[int]:
         return self._share.of(self._indices_read(order, start, size))
