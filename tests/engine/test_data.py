@@ -25,6 +25,7 @@ from torch.utils.data import (
 from ddprun.config import Loader, PipelineError, load
 from ddprun.engine.data import BatchDataset, Feed
 from ddprun.engine.feeds import open_training_feeds
+from ddprun.engine.samples import BatchError, collate
 from ddprun.engine.seeding import seed_everything
 from ddprun_hooks.comm.control import ControlChannel
 from ddprun_hooks.comm.groups import RankGroup
@@ -839,3 +840,26 @@ def test_a_sample_that_raises_stop_iteration_does_not_end_the_epoch(
     source.collate = custom
     with pytest.raises(RuntimeError, match="raised StopIteration: samples 4, 5, 6, 7"):
         list(chain.from_iterable(step.micro_batches for step in source.steps(1, epochs=1)))
+
+
+@pytest.mark.parametrize(
+    ("odd", "hint"),
+    [
+        ({"x": torch.zeros(5), "y": 1}, "give all samples one shape"),
+        ({"x": [1, 2, 3], "y": 1}, "give all samples the same keys, and values of the same types"),
+        ({"x": None, "y": 1}, "give all samples the same keys, and values of the same types"),
+        ({"x": torch.zeros(4)}, "give all samples the same keys, and values of the same types"),
+    ],
+)
+def test_one_shape_is_asked_for_only_where_shapes_differ(odd: Any, hint: str) -> None:
+    """A sample without a value or a key has another fault."""
+    made = collate([{"x": torch.zeros(4), "y": 1}, odd], [0, 1])
+    assert isinstance(made, BatchError)
+    assert made.allowed.startswith(hint)
+
+
+def test_lists_of_different_lengths_differ_in_shape() -> None:
+    """They can be padded."""
+    made = collate([([1, 2], 0), ([1, 2, 3], 0)], [0, 1])
+    assert isinstance(made, BatchError)
+    assert made.allowed.startswith("give all samples one shape")
