@@ -15,7 +15,7 @@ from ddprun.config import PipelineError, load
 from ddprun.engine.data import StepBatches
 from ddprun.engine.stage_run import StageRun
 from ddprun.engine.worker import run_worker
-from tests.engine.running import lines, run_pipeline, run_to_end, summary, weights
+from tests.engine.running import events, lines, run_pipeline, run_to_end, summary, weights
 from tests.ranks import as_processes, ddprun_here
 
 MODULE = """
@@ -161,6 +161,17 @@ class Shrinking(nn.Linear):
 
     def forward(self, image):
         return super().forward(image).square().mean()
+
+
+class Decaying(Shrinking):
+    def __init__(self):
+        super().__init__()
+        nn.init.constant_(self.weight, 0.3)
+        nn.init.constant_(self.bias, 0.1)
+
+
+def count(batch):
+    return len(batch)
 """
 
 
@@ -273,6 +284,73 @@ def counted_gathers(file: Path) -> int:
     ControlChannel.all_gather = all_gather  # type: ignore[method-assign]
     assert run_worker(load(file), file.with_suffix("")) == 0
     return count
+
+
+ALONE = """
+model: mine.Decaying
+data: {{mine.Mapped: {{form: tensor, size: {size}}}}}
+loader: {{batch_size: 2, shuffle: false}}
+loss: model
+{weight}
+optimizer: {{sgd: {{lr: 0.1, momentum: 0.9, weight_decay: 0.1}}}}
+accumulate: 2
+stages: [train: {{epochs: 2, sync: {sync}}}, save]
+"""
+
+
+def apart_by_hand(ranks: int, size: int, groups: list[list[int]], every: int | None) -> dict[str, Any]:
+    """Ranks of which each group takes the mean over its own samples. All average their weights after so many
+    steps, and at the end.
+    """
+    mine = module()
+    data = mine["Mapped"]("tensor", size)
+    models = [mine["Decaying"]() for _ in groups]
+    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+    optimizers = [torch.optim.SGD(model.parameters(), **options) for model in models]
+
+    def average() -> None:
+        with torch.no_grad():
+            for params in zip(*(model.parameters() for model in models), strict=True):
+                mean = torch.stack([*params]).mean(0)
+                for param in params:
+                    param.copy_(mean)
+
+    for done, start in enumerate([*range(0, size, 4 * ranks)] * 2, start=1):
+        places = range(start, min(start + 4 * ranks, size))
+        for group, model, optimizer in zip(groups, models, optimizers, strict=True):
+            own = [data[place] for place in places if place % ranks in group]
+            optimizer.zero_grad()
+            model(torch.stack(own)).backward()
+            optimizer.step()
+        if every and done % every == 0:
+            average()
+    average()
+    found: dict[str, Any] = models[0].state_dict()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "size", "groups", "sync", "every"),
+    [
+        (2, 11, [[0], [1]], "independent", None),  # the last step: two samples, and one
+        (2, 11, [[0], [1]], "{local_sgd: {every: 3}}", 3),
+        (4, 23, [[0, 1], [2, 3]], "{hierarchical_sgd: {within: 1, across: 3, hosts: 2}}", 3),
+    ],
+)
+def test_ranks_that_train_apart_learn_from_their_own_samples_alone(
+    folder: Path, ranks: int, size: int, groups: list[list[int]], sync: str, every: int | None
+) -> None:
+    """Whatever others have. A function that counts samples makes the same of it, bit for bit."""
+    expected = apart_by_hand(ranks, size, groups, every)
+    runs = []
+    for number, weight in enumerate(("", "weight_by: mine.count")):
+        text = ALONE.format(size=size, weight=weight, sync=sync)
+        run = run_pipeline(folder, text, ranks, f"alone-{ranks}-{size}-{len(sync)}-{number}")
+        assert not any(event["event"] == "step_skipped" for event in events(run))
+        runs.append(weights(run))
+    for name, value in runs[0].items():
+        assert torch.equal(value, runs[1][name]), name
+        assert (value - expected[name]).abs().max() < 1e-6, name
 
 
 PARTS = """

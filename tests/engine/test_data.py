@@ -737,6 +737,33 @@ def test_parts_of_very_different_sizes(kind: type[Part | PartStream]) -> None:
     assert on_ranks(2, very_different_sizes, kind, True) == [[(8, 4)], [(8, 4)]]
 
 
+def own_totals(
+    group: RankGroup, data: Any, counted: list[list[int]], changes: dict[str, Any]
+) -> list[tuple[float, int]]:
+    """The total of each step in which these ranks average gradients, and the samples of this rank."""
+    source = feed(data[group.rank], group.rank, group.size, shuffle=False, **changes)
+    compare(group, source)
+    ranks = next(block for block in counted if group.rank in block)
+    steps = source.steps(2, epochs=1, ranks=ranks)
+    return [(step.total_weight, sum(micro.samples for micro in step.micro_batches)) for step in steps]
+
+
+@pytest.mark.parametrize("counted", [[[0], [1], [2], [3]], [[0, 1], [2, 3]]])
+@pytest.mark.parametrize("kind", [Part, PartStream])
+@pytest.mark.parametrize("changes", [{}, {"global_batch": 22}, {"sharded": True}])
+def test_the_total_of_ranks_that_train_apart_is_their_own(
+    kind: type[Part | PartStream], changes: dict[str, Any], counted: list[list[int]]
+) -> None:
+    """Scaled to the number of all ranks, so that a rank's own part of it is the factor on its loss."""
+    sizes = (30, 5, 9, 9) if "sharded" in changes else (49,) * 4
+    of_ranks = on_ranks(4, own_totals, [kind(size, 0, 1) for size in sizes], counted, changes)
+    for step in zip(*of_ranks, strict=True):
+        for block in counted:
+            own = sum(step[rank][1] for rank in block)
+            assert {step[rank][0] for rank in block} == {own * 4 / len(block)}
+    assert any(len({samples for _, samples in step}) > 1 for step in zip(*of_ranks, strict=True))
+
+
 def sizes_of_unequal_parts(group: RankGroup, kind: type[Part | PartStream]) -> list[int]:
     return batch_sizes(group, kind(15, 0, 1) if group.rank == 0 else kind(4, 0, 1), sharded=True)
 

@@ -81,27 +81,27 @@ class World:
         return [mine[rank::ranks] for rank in range(ranks)]
 
     def local_step(self, step: int, *, average: Sequence[Sequence[int]] = ()) -> None:
-        """Every rank takes an optimizer step on its own batch, weighted by its share of the samples.
+        """Every rank takes an optimizer step on the mean over its own batch, if it has one.
 
-        `average` lists ranks whose gradients are averaged before.
+        `average` lists ranks that take the mean over all their batches instead.
         """
         batches = self.batches(step)
-        total = sum(map(len, batches))
-        for model, optimizer, batch in zip(self.models, self.optimizers, batches, strict=True):
-            optimizer.zero_grad()
-            share = len(batch) * len(self.models) / total
-            if len(batch):
-                loss = cross_entropy(model(self.inputs[batch]), self.labels[batch]) * share
-            else:
-                loss = sum((param.sum() * 0 for param in model.parameters()), torch.zeros(()))
-            loss.backward()  # type: ignore[no-untyped-call]
-        for group in average:
-            for params in zip(*(self.models[rank].parameters() for rank in group), strict=True):
-                mean = torch.stack([param.grad for param in params if param.grad is not None]).mean(0)
-                for param in params:
-                    param.grad = mean.clone()
-        for optimizer in self.optimizers:
-            optimizer.step()
+        for group in average or [[rank] for rank in range(len(self.models))]:
+            total = sum(len(batches[rank]) for rank in group)
+            if not total:
+                continue
+            models, gradients = [self.models[rank] for rank in group], list[list[Tensor]]()
+            for rank, model in zip(group, models, strict=True):
+                model.zero_grad()
+                batch = batches[rank]
+                loss = cross_entropy(model(self.inputs[batch]), self.labels[batch], reduction="sum") / total
+                loss.backward()  # type: ignore[no-untyped-call]
+                gradients.append([param.grad for param in model.parameters() if param.grad is not None])
+            mean = [torch.stack(of_ranks).sum(0) for of_ranks in zip(*gradients, strict=True)]
+            for rank, model in zip(group, models, strict=True):
+                for param, gradient in zip(model.parameters(), mean, strict=True):
+                    param.grad = gradient.clone()
+                self.optimizers[rank].step()
 
     def flat(self, rank: int) -> Tensor:
         """All parameters of a rank in one vector."""

@@ -49,14 +49,15 @@ class StepBatches:
 
     micro_batches: Iterable[MicroBatch]
     micro_batch_count: int
-    total_weight: float  # of all ranks and micro-batches: samples, or weights
+    total_weight: float
+    """Samples, or weights, of all micro-batches of the ranks that average gradients, scaled to all ranks."""
 
 
 def reweight_step(
     step: StepBatches, batch_weight: Callable[[Any], float], total_over_ranks: Callable[[float], float]
 ) -> StepBatches:
     """The step with each micro-batch weighted by `batch_weight` of its content, for which all of them are
-    loaded. `total_over_ranks` turns this rank's weight into that of all ranks.
+    loaded. `total_over_ranks` turns this rank's weight into the step's total.
     """
     batches = [
         replace(micro, effective_weight=batch_weight(micro.content) if micro.samples else 0.0)
@@ -240,14 +241,18 @@ class Feed:
         if self._consumed_samples:
             self.epoch, self._consumed_samples = self.epoch + 1, 0
 
-    def steps(self, accumulate: int, *, epochs: int | None = None) -> Iterator[StepBatches]:
-        """Optimizer steps of `accumulate` micro-batches, from where the feed is.
+    def steps(
+        self, accumulate: int, *, epochs: int | None = None, ranks: Sequence[int] | None = None
+    ) -> Iterator[StepBatches]:
+        """Optimizer steps of `accumulate` micro-batches, from where the feed is. `ranks` are those that
+        average gradients with this one; None: all.
 
         A step never reaches over an epoch's end. A step's micro-batches have to be used up before the next.
         It stops at the end of so many epochs, the current one included; None: never.
         """
+        ranks = range(self.world_size) if ranks is None else ranks
         while epochs is None or epochs > 0:
-            yield from self._epoch_steps(accumulate)
+            yield from self._epoch_steps(accumulate, ranks)
             if self._consumed_samples == 0:
                 if self._stream.one_shot and self.epoch:
                     problem = "the data set is its own iterator and has nothing left for epoch "
@@ -258,7 +263,7 @@ class Feed:
             self.epoch, self._consumed_samples = self.epoch + 1, 0
             epochs = None if epochs is None else epochs - 1
 
-    def _epoch_steps(self, accumulate: int) -> Iterator[StepBatches]:
+    def _epoch_steps(self, accumulate: int, ranks: Sequence[int]) -> Iterator[StepBatches]:
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.epoch)
         if not self.iterable and self.sampler_order is None:
@@ -270,7 +275,7 @@ class Feed:
         share = None
         while share is not self._share:  # other shares: load anew from where the feed is
             share = self._share
-            for step in make_steps(accumulate):
+            for step in make_steps(accumulate, ranks):
                 yield step
                 if share is not self._share:
                     break
@@ -278,9 +283,15 @@ class Feed:
     def _micro_batch(self, content: Any, own: int) -> MicroBatch:
         return MicroBatch(batch_or_raise(content, self.make_error), own, own)
 
+    def _step(
+        self, micro_batches: Iterable[MicroBatch], count: int, samples: int, ranks: Sequence[int]
+    ) -> StepBatches:
+        """A step in which these ranks average gradients, over so many samples."""
+        return StepBatches(micro_batches, count, samples * self.world_size / len(ranks))
+
     # Map-style: the whole epoch is arithmetic, so a step's total is known before a sample is loaded.
 
-    def _map_style_steps(self, accumulate: int) -> Iterator[StepBatches]:
+    def _map_style_steps(self, accumulate: int, ranks: Sequence[int]) -> Iterator[StepBatches]:
         if not self._samples_left():
             return
         order, consumed = self._epoch_indices(), self._consumed_samples
@@ -293,10 +304,10 @@ class Feed:
         seed = self._loading_seed() if self._workers else None
         batches = self._load(BatchDataset(self.dataset, seed, self.collate), indices_of_batches())
         for step in self._plan_steps(consumed, accumulate):
-            total = sum(self._global_micro_batch_size(start, size) for start, size in step)
+            total = sum(self._samples_of(ranks, start, size) for start, size in step)
             count = sum(len(self._share.batches(range(size))) for _, size in step)
             self._consumed_samples = sum(step[-1])
-            yield StepBatches(starmap(self._micro_batch, islice(batches, count)), count, total)
+            yield self._step(starmap(self._micro_batch, islice(batches, count)), count, total, ranks)
 
     def _plan_steps(self, consumed: int, accumulate: int) -> Iterator[list[tuple[int, int]]]:
         """The steps from there to the epoch's end, as micro-batches of all ranks: their starts and sizes."""
@@ -347,11 +358,14 @@ class Feed:
         """How many samples this rank has read, of so many of all ranks."""
         return consumed // self.world_size if self.sharded else consumed
 
-    def _global_micro_batch_size(self, start: int, size: int) -> int:
-        if not self.sharded:
+    def _samples_of(self, ranks: Sequence[int], start: int, size: int) -> int:
+        """How many samples of a micro-batch of all ranks these have."""
+        if self.sharded:
+            first, last = self._samples_read(start), self._samples_read(start + size)
+            return sum(max(0, min(last, self._lengths[rank]) - first) for rank in ranks)
+        if len(ranks) == self.world_size:
             return size
-        first, last = self._samples_read(start), self._samples_read(start + size)
-        return sum(max(0, min(last, length) - first) for length in self._lengths)
+        return sum(len(replace(self._share, rank=rank).of(range(size))) for rank in ranks)
 
     def _padding_indices(self, order: list[int], start: int) -> Sequence[int]:
         """Indices for a rank with none left in a micro-batch: its first, as many as the largest share."""
@@ -371,7 +385,7 @@ class Feed:
 
     # Iterable: every rank reads the whole stream and takes its share, so all know when it ends.
 
-    def _iterable_steps(self, accumulate: int) -> Iterator[StepBatches]:
+    def _iterable_steps(self, accumulate: int, ranks: Sequence[int]) -> Iterator[StepBatches]:
         batches = self._rank_share_batches()
         while read := list(islice(batches, accumulate * len(self._sizes))):
             own_batches = chain.from_iterable(of_micro_batch for of_micro_batch, _ in read)
@@ -380,11 +394,12 @@ class Feed:
             if self.drop_last and total < self._least:
                 return
             self._consumed_samples += total
-            yield StepBatches(group, len(group), total)
+            mine = sum(self._samples_of(ranks, 0, of_all_ranks) for _, of_all_ranks in read)
+            yield self._step(group, len(group), mine, ranks)
 
     # Iterable and sharded: no rank knows how many samples another one has left, so they exchange it.
 
-    def _sharded_iterable_steps(self, accumulate: int) -> Iterator[StepBatches]:
+    def _sharded_iterable_steps(self, accumulate: int, ranks: Sequence[int]) -> Iterator[StepBatches]:
         batches = self._rank_share_batches()
         while True:
             read = [batch for (batch,), _ in islice(batches, accumulate)]
@@ -406,7 +421,10 @@ class Feed:
                 for (content, samples), column in with_samples
             ]
             self._consumed_samples += micro_batch_count * self.batch_size * self.world_size
-            yield StepBatches(group, micro_batch_count, sum(totals))
+            total = sum(totals)
+            if len(ranks) != self.world_size:
+                total = sum(sum(counts[rank][:micro_batch_count]) for rank in ranks)
+            yield self._step(group, micro_batch_count, total, ranks)
 
     def _rank_share_batches(self) -> Iterator[Any]:
         """This rank's share of what is left of the epoch, as `_RankShareDataset` gives it."""

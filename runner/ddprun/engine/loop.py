@@ -410,10 +410,10 @@ def after_update(run: StageRun, *, applied: bool) -> None:
 
 
 def loss_weight(session: Session, micro: MicroBatch, total: float) -> float:
-    """The factor on a micro-batch's mean loss, so that DDP's average over ranks is the mean over all samples
-    (with `weight_by`, over what that counts).
+    """The factor on a micro-batch's mean loss, so that the average over the ranks that average gradients is
+    the mean over all their samples (with `weight_by`, over what that counts).
 
-    1 where all ranks hold equally much and there is one micro-batch.
+    1 where these ranks hold equally much and there is one micro-batch.
     """
     return micro.effective_weight * session.runtime.ranks.size / total if micro.effective_weight else 0.0
 

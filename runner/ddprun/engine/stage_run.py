@@ -1,7 +1,7 @@
 """A stage that takes steps: what begins it and ends it (`loop.py` has its loop). What makes ranks equal."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -68,7 +68,7 @@ class StageRun:
         if settings.epochs is not None:
             epochs = _epochs_left(session, self.stage, settings.epochs)
         feed = session.runtime.feeds.for_stage(self.stage.index)
-        steps = islice(feed.steps(settings.accumulate, epochs=epochs), left)
+        steps = islice(feed.steps(settings.accumulate, epochs=epochs, ranks=self._counted_ranks()), left)
         objective = session.runtime.objective
         if not objective.has_batch_weights:
             return steps
@@ -81,19 +81,24 @@ class StageRun:
         step, speeds = session.state.current_step, balance.speeds
         session.reporter.report_shares(self.stage.index, step, balance.shares, speeds)
 
-    def _total_weight(self, mine: float) -> float:
-        """This step's total weight over the ranks that average gradients with this one, scaled to the world
-        size. Ranks that train apart use their own, and send nothing.
+    def _counted_ranks(self) -> Sequence[int]:
+        """The ranks whose weights add up to a step's total, which is scaled to the world size: those that
+        average gradients with this one; in a round all, since its exchange weighs the ranks.
         """
-        runtime, plan = self.session.runtime, self.settings.plan
+        plan, ranks = self.settings.plan, self.session.runtime.ranks
+        if plan.gradients == "all" or plan.round is not None:
+            return range(ranks.size)
+        if plan.gradients is None:
+            return [ranks.rank]
+        return next(block for block in ranks.placement.split_by_host(plan.hosts) if ranks.rank in block)
+
+    def _total_weight(self, mine: float) -> float:
+        """This step's total weight. Ranks that train apart use their own, and send nothing."""
+        runtime, plan, counted = self.session.runtime, self.settings.plan, self._counted_ranks()
         if plan.gradients is None and plan.round is None:
             return mine * runtime.ranks.size
-        counts = runtime.exchange.control.all_gather([mine], "what counts in the step")[:, 0].tolist()
-        ranks = list(range(runtime.ranks.size))
-        if plan.gradients == "host" and plan.round is None:
-            by_host = runtime.ranks.placement.split_by_host(plan.hosts)
-            ranks = next(block for block in by_host if runtime.ranks.rank in block)
-        return math.fsum(counts[rank] for rank in ranks) * runtime.ranks.size / len(ranks)
+        weights = runtime.exchange.control.all_gather([mine], "what counts in the step")[:, 0].tolist()
+        return math.fsum(weights[rank] for rank in counted) * runtime.ranks.size / len(counted)
 
     @property
     def evaluation_is_due(self) -> bool:
