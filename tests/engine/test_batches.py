@@ -299,8 +299,8 @@ stages: [train: {{epochs: 2, sync: {sync}}}, save]
 
 
 def apart_by_hand(ranks: int, size: int, groups: list[list[int]], every: int | None) -> dict[str, Any]:
-    """Ranks of which each group takes the mean over its own samples. All average their weights after so many
-    steps, and at the end.
+    """Ranks of which each group takes the mean over its own samples, and steps only if it has any. All
+    average their weights after so many steps, and at the end.
     """
     mine = module()
     data = mine["Mapped"]("tensor", size)
@@ -319,9 +319,10 @@ def apart_by_hand(ranks: int, size: int, groups: list[list[int]], every: int | N
         places = range(start, min(start + 4 * ranks, size))
         for group, model, optimizer in zip(groups, models, optimizers, strict=True):
             own = [data[place] for place in places if place % ranks in group]
-            optimizer.zero_grad()
-            model(torch.stack(own)).backward()
-            optimizer.step()
+            if own:
+                optimizer.zero_grad()
+                model(torch.stack(own)).backward()
+                optimizer.step()
         if every and done % every == 0:
             average()
     average()
@@ -333,14 +334,18 @@ def apart_by_hand(ranks: int, size: int, groups: list[list[int]], every: int | N
     ("ranks", "size", "groups", "sync", "every"),
     [
         (2, 11, [[0], [1]], "independent", None),  # the last step: two samples, and one
-        (2, 11, [[0], [1]], "{local_sgd: {every: 3}}", 3),
+        (2, 9, [[0], [1]], "independent", None),  # one, and none
+        (2, 9, [[0], [1]], "{local_sgd: {every: 3}}", 3),
         (4, 23, [[0, 1], [2, 3]], "{hierarchical_sgd: {within: 1, across: 3, hosts: 2}}", 3),
+        (4, 18, [[0, 1], [2, 3]], "{hierarchical_sgd: {within: 1, across: 3, hosts: 2}}", 3),
     ],
 )
 def test_ranks_that_train_apart_learn_from_their_own_samples_alone(
     folder: Path, ranks: int, size: int, groups: list[list[int]], sync: str, every: int | None
 ) -> None:
-    """Whatever others have. A function that counts samples makes the same of it, bit for bit."""
+    """Whatever others have; and in a step without any they keep their weights, whatever their momentum. A
+    function that counts samples makes the same of it, bit for bit.
+    """
     expected = apart_by_hand(ranks, size, groups, every)
     runs = []
     for number, weight in enumerate(("", "weight_by: mine.count")):

@@ -270,7 +270,11 @@ def train_turn(
         replica.dispatcher.measure_fidelity(runtime.exchange.exact_sum)
         recorder.lap("sync_us")
     watchdog.set_phase(b"optimizer")
-    update = optimizer_step(run, closure=closure)
+    if batches.total_weight:
+        update = optimizer_step(run, closure=closure)
+    else:  # nothing counts, and momentum or weight decay alone would move the weights
+        update = Update(applied=False, norm=None, group_norms={})
+        drop_gradients(runtime.optimizer)
     if replica is not None:
         replica.dispatcher.end_step(applied=update.applied)
     return results, update
