@@ -48,6 +48,20 @@ def pad(samples, value=-100):
     return {"ids": ids, "labels": labels}
 
 
+def masked(batch):  # the tokens to predict, of which nothing is left the second time
+    chosen = batch["ids"] % 3 == 1
+    labels = torch.where(chosen, batch["ids"], -100)
+    return {"ids": torch.where(chosen, 0, batch["ids"]), "labels": labels}
+
+
+def pad_unlabelled(samples):
+    return {"ids": pad(samples)["ids"]}
+
+
+def pad_masked(samples):
+    return masked(pad(samples))
+
+
 class Pad:
     def __init__(self, value):
         self.value = value
@@ -246,6 +260,18 @@ def test_tokens_count_alike_on_any_number_of_ranks_and_micro_steps(
     whole = mine["pad"]([mine["Sentences"]()[place] for place in range(23)])
     assert found["agreement"] == pytest.approx(mine["agreement"](model(**whole), whole).item(), rel=1e-12)
     assert len({line["mean_loss"] for line in lines(run, "steps") if line["step"] == 1}) == 1
+
+
+def test_targets_that_a_transform_makes_count(folder: Path) -> None:
+    """As those of a collate do: bit by bit the same weights, and each batch is transformed once."""
+    found = []
+    text = LANGUAGE.format(size=3, weight=BY_TOKENS, accumulate=2)
+    for collate, more in (("pad_masked", ""), ("pad_unlabelled", "batch: {transform: mine.masked}\n")):
+        named = f"collate: mine.{collate}, evaluate_collate: mine.pad"
+        run = run_pipeline(folder, text.replace("collate: mine.pad", named) + more, 2, f"by-{collate}")
+        found.append((weights(run), [line["mean_loss"] for line in lines(run, "steps")]))
+    assert found[0][1] == found[1][1]
+    assert all(torch.equal(value, found[1][0][name]) for name, value in found[0][0].items())
 
 
 def test_perplexity_does_not_depend_on_the_batch_size(folder: Path) -> None:

@@ -53,6 +53,12 @@ class StepBatches:
     """Samples, or weights, of all micro-batches of the ranks that average gradients, scaled to all ranks."""
 
 
+def transform_step(step: StepBatches, transform: Callable[[Any], Any]) -> StepBatches:
+    """The step with the content of each micro-batch changed by `transform`, when its turn comes."""
+    batches = (replace(micro, content=transform(micro.content)) for micro in step.micro_batches)
+    return replace(step, micro_batches=batches)
+
+
 def reweight_step(
     step: StepBatches, batch_weight: Callable[[Any], float], total_over_ranks: Callable[[float], float]
 ) -> StepBatches:

@@ -218,7 +218,7 @@ def load_micro_batches(run: StageRun, batches: StepBatches) -> Iterator[tuple[Mi
     """Each micro-batch, and its content on the device as calls get it."""
     runtime = run.session.runtime
     for micro in batches.micro_batches:
-        content = runtime.objective.training_batch(micro.content)
+        content = runtime.precision.to_device(micro.content)
         runtime.recorder.lap("data_us")
         yield micro, content
 
@@ -305,7 +305,7 @@ def forward_step(update: UpdateFunction | None, run: StageRun, batches: StepBatc
     session, runtime = run.session, run.session.runtime
     recorder, model = runtime.recorder, runtime.model
     (micro,) = batches.micro_batches
-    content = runtime.objective.training_batch(micro.content)
+    content = runtime.precision.to_device(micro.content)
     recorder.lap("data_us")
     if runtime.buffers.before_forward():
         recorder.lap("sync_us")

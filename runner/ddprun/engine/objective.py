@@ -85,14 +85,15 @@ class Precision:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self._autocast_dtype)
 
-    def to_device(self, content: Any) -> Any:
-        """Move a batch to the device, floats in the model's type and memory format; a GPU copies while it
-        still computes. Objects with a `to` of their own move themselves, and keep their types.
+    def to_device(self, content: Any, *, cast: bool = True) -> Any:
+        """Move a batch to the device; a GPU copies while it still computes. `cast`: floats in the model's
+        type and memory format. Objects with a `to` of their own move themselves, and keep their types.
         """
         if self._copy_stream is not None:
             content = map_tensors(content, self._copy_stream.copy_to_gpu, change_object=lambda one: one)
             self._copy_stream.join_current_stream()
-        return map_tensors(content, self._to_device_dtype, change_object=lambda one: one.to(self.device))
+        change = self._to_device_dtype if cast else partial(Tensor.to, device=self.device)
+        return map_tensors(content, change, change_object=lambda one: one.to(self.device))
 
     def _to_device_dtype(self, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
@@ -201,15 +202,23 @@ class Objective:
         # Targets of this value do not count; None: all do.
         self.ignore_index = ignored if isinstance(ignored, int) else None
 
-    def training_batch(self, content: Any) -> Any:
-        """A batch on the device, changed by the file's `transform`: what training passes to calls."""
-        content = self.precision.to_device(content)
+    @property
+    def has_transform(self) -> bool:
+        """Whether the file's `transform` changes the batches of training."""
+        return self._transform is not None
+
+    def transformed(self, content: Any) -> Any:
+        """A batch as training weighs it: changed on the device by the file's `transform`, if there is one."""
         if self._transform is None:
             return content
-        changed = self._transform(content)
+        changed = self._transform(self.precision.to_device(content, cast=False))
         if changed is None:
             raise self._loaded.error("batch.transform", "gives None", "expected the changed batch")
         return changed
+
+    def training_batch(self, content: Any) -> Any:
+        """A batch as training passes it to calls: transformed, on the device, and cast."""
+        return self.precision.to_device(self.transformed(content))
 
     def __call__(self, model: nn.Module, content: Any, turn: str | None = None) -> ForwardResult:
         """Forward and loss of what is trained; a PipelineError if batch, model and loss do not fit."""

@@ -13,7 +13,7 @@ from ddprun.config import AverageStage, BroadcastStage, EvaluateStage, SaveStage
 from ddprun.engine import build, seeding
 from ddprun.engine.audit import audit_parameters
 from ddprun.engine.balance import Balance
-from ddprun.engine.data import StepBatches, reweight_step
+from ddprun.engine.data import StepBatches, reweight_step, transform_step
 from ddprun.engine.optimizers import build_schedule, change_options, takes_closure
 from ddprun.engine.resume import errors_of_checkpoint
 from ddprun.engine.sequence import Action, Audit, EqualizeState, SendBuffers, StageActions, equalize
@@ -68,8 +68,11 @@ class StageRun:
         if settings.epochs is not None:
             epochs = _epochs_left(session, self.stage, settings.epochs)
         feed = session.runtime.feeds.for_stage(self.stage.index)
-        steps = islice(feed.steps(settings.accumulate, epochs=epochs, ranks=self._counted_ranks()), left)
+        of_feed = feed.steps(settings.accumulate, epochs=epochs, ranks=self._counted_ranks())
+        steps: Iterator[StepBatches] = islice(of_feed, left)
         objective = session.runtime.objective
+        if objective.has_transform:
+            steps = (transform_step(step, objective.transformed) for step in steps)
         if not objective.has_batch_weights:
             return steps
         return (reweight_step(step, objective.batch_weight, self._total_weight) for step in steps)
