@@ -160,6 +160,14 @@ def objects(samples):
     return item
 
 
+def kept(batch):
+    return batch
+
+
+def of_uncast(batch):
+    return 300.5 if batch["image"].dtype == torch.float32 else float("nan")
+
+
 class Two(nn.Module):
     def __init__(self):
         super().__init__()
@@ -392,6 +400,7 @@ loader: {{batch_size: 4, shuffle: false{loader}}}
 optimizer: {{sgd: {{lr: 0.5}}}}
 stages: [train: {{epochs: 1}}, save]
 """
+HELD_OUT = "data: {train: {mine.Mapped: {form: mapping}}, evaluate: {mine.Mapped: {form: mapping}}}"
 
 
 @pytest.mark.parametrize(
@@ -422,6 +431,16 @@ def test_parts_of_a_batch_reach_model_and_loss(folder: Path, form: str, batch: s
         optimizer.step()
     for name, value in weights(run).items():
         assert torch.equal(value, model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("transform", ["", ", transform: mine.kept"])
+def test_a_batch_is_weighed_before_it_is_cast(folder: Path, transform: str) -> None:
+    """In training and in evaluations: bf16 would round its weight."""
+    batch = f"batch: {{inputs: [image, other], target: label{transform}}}"
+    text = PARTS.format(form="mapping", batch=batch, loader="").replace("save]", "evaluate]")
+    text = text.replace("data: {mine.Mapped: {form: mapping}}", HELD_OUT)
+    text += "precision: pure_bf16\nweight_by: mine.of_uncast\n"
+    run_pipeline(folder, text, 1, f"uncast-{len(transform)}")
 
 
 def test_a_tensor_is_the_only_input(folder: Path) -> None:

@@ -269,7 +269,7 @@ def _measure(
         counted += samples
         result = result._replace(loss=result.loss.detach())
         with torch.no_grad():
-            weight = runtime.objective.weight_in_mean(result, samples)
+            weight = runtime.objective.weight_in_mean(content, result, samples)
             measured = [(name, mean, mean.select(result)) for name, mean in means.items()]
             for name, value in result.values.items():
                 if name not in metrics and name not in RESERVED_METRIC_NAMES:

@@ -357,13 +357,13 @@ class Objective:
         ignored = wanted.ignore_index if wanted.ignore_index is not None else self.ignore_index
         return _count_weighted_targets(target[..., wanted.shift :] if wanted.shift else target, loss, ignored)
 
-    def weight_in_mean(self, result: ForwardResult, samples: int) -> Tensor | float:
-        """The weight of a batch's loss in a mean over batches: by `weight_by`; without it, the number of
-        targets that count for a cross-entropy (each by its class's weight), and the number of samples for
-        another loss.
+    def weight_in_mean(self, content: Any, result: ForwardResult, samples: int) -> Tensor | float:
+        """The weight of a batch's loss in a mean over batches: by `weight_by` of its `content`, which is not
+        cast; without it, the number of targets that count for a cross-entropy (each by its class's weight),
+        and the number of samples for another loss.
         """
         if self._weight_by is not None:
-            return self.batch_weight(result.content) if self.has_batch_weights else samples
+            return self.batch_weight(content) if self.has_batch_weights else samples
         loss, target = self.loss, result.target
         if not isinstance(loss, _CROSS_ENTROPIES) or not isinstance(target, Tensor):
             return samples
