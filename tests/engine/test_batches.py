@@ -13,6 +13,7 @@ from torch import nn
 from ddprun import EXIT_BAD_INPUT
 from ddprun.config import PipelineError, load
 from ddprun.engine.data import StepBatches
+from ddprun.engine.objective import Objective, Precision
 from ddprun.engine.stage_run import StageRun
 from ddprun.engine.worker import run_worker
 from tests.engine.running import events, lines, run_pipeline, run_to_end, summary, weights
@@ -280,6 +281,17 @@ def test_targets_that_a_transform_makes_count(folder: Path) -> None:
         found.append((weights(run), [line["mean_loss"] for line in lines(run, "steps")]))
     assert found[0][1] == found[1][1]
     assert all(torch.equal(value, found[1][0][name]) for name, value in found[0][0].items())
+
+
+@pytest.mark.parametrize("given", [None, (1.0,), [2], "many", {}, -1, math.nan, torch.ones(2)])
+def test_what_is_no_weight_is_refused(folder: Path, given: Any) -> None:
+    """A function that has no `return` gives None."""
+    (folder / "no-weight.yaml").write_text(LANGUAGE.format(size=3, weight="mine.tokens", accumulate=1))
+    loaded, precision = load(folder / "no-weight.yaml"), Precision("fp32", torch.device("cpu"))
+    objective = Objective(loaded, None, precision, lambda batch: given)
+    with pytest.raises(PipelineError) as found:
+        objective.batch_weight({})
+    assert f"weight_by: gives {given!r}; expected a number, at least 0" in str(found.value)
 
 
 def test_perplexity_does_not_depend_on_the_batch_size(folder: Path) -> None:

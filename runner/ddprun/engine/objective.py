@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
 from types import MappingProxyType
@@ -334,7 +334,9 @@ class Objective:
         if self._weight_function is None:
             return float(self._count_targets(content))
         found = self._weight_function(content)
-        value = float(found) if not isinstance(found, Tensor) or found.numel() == 1 else math.nan
+        value = math.nan
+        with suppress(TypeError, ValueError):  # no number
+            value = float(found)
         if not (math.isfinite(value) and value >= 0):
             raise self._loaded.error("weight_by", f"gives {found!r:.60}", "expected a number, at least 0")
         return value
