@@ -89,6 +89,18 @@ class Net(nn.Module):  # as Hugging Face's causal language models
         return {"loss": loss, "logits": logits}
 
 
+class Masked(Net):
+    def __init__(self, least=0):
+        super().__init__()
+        self.least = least
+
+    def forward(self, ids, labels):
+        logits, labels = super().forward(ids), shifted(labels)
+        counts = labels != -100
+        losses = nn.functional.cross_entropy(logits, labels.clamp(min=0), reduction="none")
+        return {"loss": (losses * counts).sum() / counts.sum().clamp(min=self.least)}
+
+
 def tokens(batch):
     return int((batch["labels"][:, 1:] != -100).sum())
 
@@ -279,6 +291,28 @@ def test_targets_that_a_transform_makes_count(folder: Path) -> None:
         named = f"collate: mine.{collate}, evaluate_collate: mine.pad"
         run = run_pipeline(folder, text.replace("collate: mine.pad", named) + more, 2, f"by-{collate}")
         found.append((weights(run), [line["mean_loss"] for line in lines(run, "steps")]))
+    assert found[0][1] == found[1][1]
+    assert all(torch.equal(value, found[1][0][name]) for name, value in found[0][0].items())
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "more"),
+    [
+        ("{sgd: {lr: 0.5}}", ""),
+        ("{sgd: {lr: 0.5}}", "sync: {local_sgd: {every: 2}}\n"),
+        ("{lbfgs: {lr: 0.1, max_iter: 2}}", ""),
+    ],
+)
+def test_a_mean_over_no_targets_adds_nothing(tmp_path: Path, optimizer: str, more: str) -> None:
+    """Where it and its gradients are NaN: bit by bit the same weights as of a model that makes them zero."""
+    (tmp_path / "mine.py").write_text(MODULE)
+    text = LANGUAGE.format(size=1, weight=BY_TOKENS, accumulate=2).replace(", mine.agreement", "")
+    text = text.replace("{sgd: {lr: 0.5}}", optimizer) + more
+    found = []
+    for least in (0, 1):
+        changed = text.replace("model: mine.Net", f"model: {{mine.Masked: {{least: {least}}}}}")
+        run = run_pipeline(tmp_path, changed, 2, f"least-{least}")
+        found.append((weights(run), summary(run)["metrics"]))
     assert found[0][1] == found[1][1]
     assert all(torch.equal(value, found[1][0][name]) for name, value in found[0][0].items())
 

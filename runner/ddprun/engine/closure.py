@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ddprun.engine import seeding
+from ddprun.engine.objective import gradients_weighted
 from ddprun.engine.stage_run import StageRun
 from ddprun.parallel.ddp import DdpReplica
 from ddprun.sync.audit import checksums
@@ -35,7 +36,7 @@ class StepClosure:
     def add_pass(self, content: Any, weight: float, weighted_loss: Tensor) -> None:
         """Note a micro-batch of the step, on the device, whose passes are done."""
         self._passes.append((content, weight, self._fixed_rng))
-        self._loss += float(weighted_loss.detach())
+        self._loss += float(weighted_loss.detach()) if weight else 0.0
 
     def begin_optimizer_step(self) -> None:
         """The optimizer is about to step, by the gradients that there are."""
@@ -65,10 +66,12 @@ class StepClosure:
             runtime.buffers.before_forward()
             with replica.accumulating(not last), fixed_rng():
                 weighted = runtime.objective(replica.ddp, content).loss * weight
-                if missing := replica.backward(weighted, traces, exchange=last):
+                with gradients_weighted(runtime.model, weight):
+                    missing = replica.backward(weighted, traces, exchange=last)
+                if missing:
                     where = f"the loss of rank {runtime.ranks.rank} in a call of the closure"
                     raise runtime.objective.unused_parameters_error(missing, where)
-            total += float(weighted.detach())
+            total += float(weighted.detach()) if weight else 0.0
         runtime.recorder.sync.sent += traces
         runtime.recorder.sync.completed += traces
         return total

@@ -2,8 +2,8 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
 from types import MappingProxyType
@@ -403,6 +403,18 @@ def _count_weighted_targets(target: Tensor, loss: Any, ignored: int | None) -> T
         return counts.sum()
     of_classes: Tensor = loss.weight.to(target.device)
     return of_classes[target[counts]].sum(dtype=torch.promote_types(of_classes.dtype, torch.float32))
+
+
+@contextmanager
+def gradients_weighted(model: nn.Module, weight: float) -> Iterator[None]:
+    """Around the backward pass of a loss that was multiplied by `weight`. If that is 0, it adds zeros to the
+    gradients, also where the mean over no targets has made them NaN.
+    """
+    params = [] if weight else [param for param in model.parameters() if param.requires_grad]
+    handles = [param.register_hook(torch.zeros_like) for param in params]
+    yield
+    for handle in handles:
+        handle.remove()
 
 
 def initialize_lazy_parameters(model: nn.Module, objective: Objective, feed: Feed, turns: Turns) -> None:
