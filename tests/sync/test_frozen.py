@@ -134,7 +134,7 @@ def test_plain_ddp_makes_them_equal_at_the_stages_end_and_says_so(tmp_path: Path
     saw = {(tmp_path / f"saw-{rank}").read_text() for rank in range(3)}
     assert saw == {str(-3 / 64 + 1)}
     (found,) = [one for one in events(run) if one["event"] == "frozen_differ"]
-    assert found["where"].startswith("stages[0].train")
+    assert found["where"] == "stages[0].train, step 6"
 
 
 def test_an_evaluation_inside_a_stage_measures_their_mean(tmp_path: Path) -> None:

@@ -132,6 +132,7 @@ def run_steps(run: StageRun, step_function: StepFunction) -> StageEnd:
         batches = next(steps_left, None)
         if batches is None:
             recorder.cancel_step()
+            reporter.location = f"{run.stage.path}, step {state.step}"
             break
         step_function(run, batches, stage_step)
         watchdog.set_phase(b"sync")
