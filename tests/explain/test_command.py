@@ -176,7 +176,7 @@ def test_every_pipeline_that_is_shipped(file: Path, capsys: Out) -> None:
 
 BUFFERS = {
     "auto": "None are sent in this stage. They are sent before evaluate and save.",
-    "every_forward": "They are sent before each forward pass. They are also sent before evaluate and save.",
+    "every_forward": "They are sent before the first forward pass of a step. They are also sent before",
     "{every: 3}": "They are sent after a step, as below. They are also sent before evaluate and save.",
     "never": "None are sent in this stage. Each rank keeps its own. DDP's",
 }
@@ -191,7 +191,7 @@ def test_what_becomes_of_buffers(setting: str, tmp_path: Path, capsys: Out) -> N
     facts = "1.running_mean, 1.running_var and 2 more, 384 bytes"
     assert f"4 of 6 buffers change in training ({facts}), and training never reads them." in out
     assert BUFFERS[setting] in out
-    assert "DDP's own broadcast would send 400 B before each forward pass." in out
+    assert "DDP's own broadcast would send 400 B in each step." in out
 
 
 def test_evaluations_inside_a_stage_and_the_moving_average(file: Path, capsys: Out) -> None:
@@ -231,17 +231,17 @@ class Net(torch.nn.Module):
 
 
 def test_buffers_that_training_reads(tmp_path: Path, capsys: Out) -> None:
-    """They are sent before each forward pass, and are in the bytes."""
+    """They are sent before the first forward pass of a step, and are in the bytes."""
     (tmp_path / "reads_its_buffers.py").write_text(READS)
     file = tmp_path / "reads.yaml"
     file.write_text("model: reads_its_buffers.Net\ndata: digits\noptimizer: sgd\naccumulate: 3\n")
     found = to_json_data(file, capsys, "--nproc-per-node", "2")
     assert found["buffers"]["read_in_training"]
     before, backward = found["stages"][0]["exchanges"]
-    assert (before["when"], before["times"], before["kind"]) == ("before_forward", 3, "buffers")
-    assert before["sent"]["all_ranks"] == 3 * 64 * 4
+    assert (before["when"], before["kind"]) == ("before_forward", "buffers")
+    assert before["sent"]["all_ranks"] == 64 * 4
     assert backward["sent"]["all_ranks"] == 2 * 650 * 4
-    assert found["stages"][0]["mean_step"]["all_ranks"] == 3 * 64 * 4 + 2 * 650 * 4
+    assert found["stages"][0]["mean_step"]["all_ranks"] == 64 * 4 + 2 * 650 * 4
 
 
 def test_control_messages_where_exchanges_go_on_beside_training(file: Path, capsys: Out) -> None:

@@ -6,11 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
 
 from ddprun.engine.seeding import preserve_state
 from ddprun.sync.buffers import BufferUse, clone_buffers, is_counter, probe_buffer_use
+from ddprun.zoo.data import digits
 from tests.engine.running import events, lines, run_pipeline, weights
+from tests.ranks import as_processes
 
 MODELS = """
 import os
@@ -100,12 +105,21 @@ class Late(Constant):
             if self.calls > 3 and os.environ["RANK"] == "1":
                 self.mask.mul_(0.5)
         return super().forward(images)
+
+class Again(torch.optim.SGD):
+    '''Takes its gradient at another point.'''
+
+    def step(self, closure):
+        for param in self.param_groups[0]["params"]:
+            param.data.add_(param.grad)
+        closure()
+        super().step()
 """
 PIPELINE = """
 model: MODEL
 data: digits
 loader: {batch_size: 8}
-optimizer: {sgd: {lr: 0.05}}
+optimizer: {OPTIMIZER: {lr: 0.05}}
 MORE
 stages:
   - train: {steps: 5}
@@ -116,9 +130,10 @@ CNN = "{cnn: {channels: [4, 6]}}"
 STATISTICS = [f"{layer}.{name}" for layer in (1, 4) for name in ("running_mean", "running_var")]
 
 
-def run(folder: Path, model: str, more: str = "", ranks: int = 2) -> Path:
+def run(folder: Path, model: str, more: str = "", ranks: int = 2, optimizer: str = "sgd") -> Path:
     (folder / "nets.py").write_text(MODELS)
-    return run_pipeline(folder, PIPELINE.replace("MODEL", model).replace("MORE", more), ranks)
+    text = PIPELINE.replace("MODEL", model).replace("OPTIMIZER", optimizer).replace("MORE", more)
+    return run_pipeline(folder, text, ranks)
 
 
 def verdict(run: Path) -> dict[str, Any]:
@@ -164,11 +179,48 @@ def test_constant_buffers_are_never_sent(tmp_path: Path) -> None:
     assert sent(folder) == {}
 
 
-def test_what_training_reads_is_sent_before_each_forward_pass(tmp_path: Path) -> None:
+def test_what_training_reads_is_sent_before_a_step(tmp_path: Path) -> None:
     """As DDP does it, because ranks would compute different things otherwise."""
     folder = run(tmp_path, "nets.Centred")
     assert verdict(folder)["read_in_training"]
     assert sent(folder) == {1: 256, 2: 256, 3: 256, 4: 256, 5: 2 * 256}
+
+
+def by_hand(closure: bool) -> dict[str, Any]:
+    """Five steps of two micro-batches under DDP, which sends buffers itself: what rank 0 has then."""
+    dist.init_process_group("gloo")
+    scope: dict[str, Any] = {}
+    exec(MODELS, scope)
+    torch.manual_seed(0)
+    model = scope["Centred"]()
+    ddp = DistributedDataParallel(model)
+    optimizer = (scope["Again"] if closure else torch.optim.SGD)(model.parameters(), lr=0.05)
+    data = digits(held_out=0.2, split_seed=0, folder=Path()).train
+    sampler: Any = DistributedSampler(data, seed=0)
+    batches = iter(DataLoader(data, batch_size=8, sampler=sampler))
+    for _ in range(5):
+        micro_batches = [next(batches), next(batches)]
+
+        def passes(micro_batches: Any = micro_batches) -> None:
+            optimizer.zero_grad()
+            for index, (images, labels) in enumerate(micro_batches):
+                ddp.require_backward_grad_sync = index == 1  # as `no_sync` does
+                (nn.functional.cross_entropy(ddp(images), labels) / 2).backward()  # type: ignore[no-untyped-call]
+
+        passes()
+        optimizer.step(passes if closure else None)
+    return {name: value.numpy() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("closure", [False, True])
+def test_several_micro_steps_send_once_as_under_ddp(tmp_path: Path, closure: bool) -> None:
+    """Ranks read their own buffers in between: bit for bit, in each call of a closure, too."""
+    optimizer = "nets.Again" if closure else "sgd"
+    folder = run(tmp_path, "nets.Centred", "accumulate: 2", optimizer=optimizer)
+    each = 512 if closure else 256
+    assert sent(folder) == {1: each, 2: each, 3: each, 4: each, 5: each + 256}
+    theirs = as_processes(2, by_hand, closure)[0]
+    assert all(torch.equal(weights(folder)[name], torch.from_numpy(theirs[name])) for name in theirs)
 
 
 def test_what_training_reads_goes_with_the_policys_rounds(tmp_path: Path) -> None:
@@ -188,7 +240,8 @@ def test_a_buffer_that_is_another_tensor_each_time_is_the_same_buffer(tmp_path: 
 
 def test_caches_that_passes_make_are_left_to_them(tmp_path: Path) -> None:
     """A run ends as without them, though an evaluation makes one longer in the middle of training."""
-    pipeline = PIPELINE.replace("steps: 5", "steps: 5, evaluate: {every: 2}").replace("MORE", "")
+    pipeline = PIPELINE.replace("steps: 5", "steps: 5, evaluate: {every: 2}")
+    pipeline = pipeline.replace("MORE", "").replace("OPTIMIZER", "sgd")
     (tmp_path / "nets.py").write_text(MODELS)
     found = {}
     for model in ("Centred", "Cached"):

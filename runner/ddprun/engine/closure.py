@@ -61,9 +61,9 @@ class StepClosure:
         runtime, replica, total = self._run.session.runtime, self._replica, 0.0
         traces = list[BucketTrace[Any]]()
         replica.dispatcher.repeat_step()
+        runtime.buffers.before_forward()
         for index, (content, weight, fixed_rng) in enumerate(self._passes, start=1):
             last = index == len(self._passes)
-            runtime.buffers.before_forward()
             with replica.accumulating(not last), fixed_rng():
                 weighted = runtime.objective(replica.ddp, content).loss * weight
                 with gradients_weighted(runtime.model, weight):

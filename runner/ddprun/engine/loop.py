@@ -248,7 +248,7 @@ def train_turn(
         replica.dispatcher.begin_step(scale, fidelity=measure_fidelity, repeatable=repeatable)
     for index, (micro, content) in enumerate(micro_batches, start=1):
         last = index == batches.micro_batch_count
-        if runtime.buffers.before_forward():
+        if index == 1 and runtime.buffers.before_forward():
             recorder.lap("sync_us")
         watchdog.set_phase(b"forward")
         if closure is not None:

@@ -103,9 +103,8 @@ class StageActions:
         in the order of `loop.train_step`.
         """
         for turn in self.settings.due_turns(step):
-            for _ in range(self.settings.accumulate):
-                if names := self.buffers.before_forward():
-                    yield "before_forward", SendBuffers(names)
+            if names := self.buffers.before_forward():
+                yield "before_forward", SendBuffers(names)
             if self.settings.plan.gradients is not None:
                 yield "backward", SendGradients(turn)
         if self.settings.updates_weights:

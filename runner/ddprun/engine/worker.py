@@ -223,7 +223,8 @@ def _announce(session: Session) -> None:
     # What the model's buffers do, and what follows from that under the file's settings.
     use = runtime.buffers.use
     automatic = pipeline.has_automatic_buffers
-    when = "sent before each forward pass" if use.read_in_training else "sent before evaluate and save"
+    in_step, later = "sent before the first forward pass of a step", "sent before evaluate and save"
+    when = in_step if use.read_in_training else later
     verdict = f"{use.describe()}: {when if use.changing else 'nothing is sent'}"
     facts = asdict(use)
     facts["bytes"] = facts.pop("changing_bytes")

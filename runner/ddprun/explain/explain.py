@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import chdir
 from dataclasses import dataclass, fields, is_dataclass, replace
-from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -52,7 +51,6 @@ class PlannedExchange:
     moment: Moment
     route: Route
     ranks: int  # how many ranks are in each group that exchanges
-    times_per_step: int  # how often it happens in a step: before each of several forward passes
     buckets: tuple[Bucket, ...]
     sent: SentBytes  # what ranks send for it in a step
 
@@ -60,7 +58,6 @@ class PlannedExchange:
         return {
             "exchange": self.number,
             "when": self.moment,
-            "times": self.times_per_step,
             "kind": self.route.kind,
             "turn": self.route.turn,
             "through": self.route.through,
@@ -377,18 +374,17 @@ class _Planner:
         return first, per_epoch
 
     def _group_into_exchanges(self, sends: Sequence[PlannedSend]) -> tuple[PlannedExchange, ...]:
-        """What is sent at one moment by one route is one exchange, sent `times_per_step` times."""
-        groups: dict[tuple[Moment, Route], Counter[Layouts]] = {}
+        """What is sent at one moment by one route is one exchange."""
+        groups: dict[tuple[Moment, Route], Layouts] = {}
         for moment, route, layouts in sends:
-            groups.setdefault((moment, route), Counter())[layouts] += 1
+            groups[moment, route] = groups.get((moment, route), ()) + layouts
         found, known = [], self._stage_exchanges
-        for (moment, route), counted in groups.items():
-            layouts, times = tuple(chain.from_iterable(counted)), next(iter(counted.values()))
-            if (key := (moment, route, layouts, times)) not in known:
+        for (moment, route), layouts in groups.items():
+            if (key := (moment, route, layouts)) not in known:
                 buckets = tuple(self._simulator.simulate_bucket(self._stage, route, one) for one in layouts)
-                sent = total([one.sent * times for one in buckets], self._ranks)
+                sent = total([one.sent for one in buckets], self._ranks)
                 ranks = self._simulator.group(route).size
-                known[key] = PlannedExchange(len(known), moment, route, ranks, times, buckets, sent)
+                known[key] = PlannedExchange(len(known), moment, route, ranks, buckets, sent)
             found.append(known[key])
         return tuple(found)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import chain, zip_longest
 from typing import Any
 
-from ddprun.config import BufferSettings, Choice, StepStage, StepStageSettings
+from ddprun.config import Choice, StepStage, StepStageSettings
 from ddprun.config.resolved import flow_yaml
 from ddprun.engine.model_with_loss import ModelWithLoss
 from ddprun.explain.explain import Explanation, PlannedExchange, StageExplanation
@@ -96,7 +96,7 @@ def _stage_lines(stage: StageExplanation, explained: Explanation) -> Iterator[st
         why = "Equal gradients keep ranks equal only if these are equal, too"
         yield from paragraph("Begin", f"Once: {_exchanges_phrase(stage.begin)}. {why}.")
     yield from paragraph("Forward", _parameter_drift_text(settings))
-    yield from paragraph("Buffers", _buffers_text(stage, settings.buffers, explained))
+    yield from paragraph("Buffers", _buffers_text(stage, settings, explained))
     if stage.stage.name == "train":
         yield from paragraph("Backward", _backward_text(stage, settings))
         yield from _bucket_tables(_exchanges_at(stage, "backward"))
@@ -123,11 +123,11 @@ def _parameter_drift_text(settings: StepStageSettings) -> str:
     return f"{always} Each rank's changes stay its own until ranks synchronise."
 
 
-def _buffers_text(stage: StageExplanation, setting: BufferSettings, explained: Explanation) -> str:
-    use = explained.probe.buffer_use
+def _buffers_text(stage: StageExplanation, settings: StepStageSettings, explained: Explanation) -> str:
+    setting, use = settings.buffers, explained.probe.buffer_use
     moments = {exchange.moment for exchange in stage.exchanges if exchange.route.kind == "buffers"}
     if "before_forward" in moments:
-        when = "They are sent before each forward pass."
+        when = f"They are sent before the first forward pass of a {'turn' if settings.turns else 'step'}."
     elif "after_step" in moments:
         when = "They are sent after a step, as below."
     else:
@@ -138,7 +138,7 @@ def _buffers_text(stage: StageExplanation, setting: BufferSettings, explained: E
         also = " also" if moments else ""
         when += f" They are{also} sent before evaluate and save."
     all_bytes = format_bytes(sum(one.nbytes for one in explained.buffers.values()))
-    ddp = f"DDP's own broadcast would send {all_bytes} before each forward pass."
+    ddp = f"DDP's own broadcast would send {all_bytes} in each step."
     return f"{flow_yaml(setting.to_plain_data())}: {use.describe()}. {when} {ddp}"
 
 

@@ -272,7 +272,7 @@ class _InstructionGenerator:
         before, backward, after = ([one for one in exchanges if one.moment == at] for at in moments)
         for micro in range(settings.accumulate):
             yield Compute(work["data_us"], "data_us")
-            if before:
+            if before and micro == 0:
                 yield from self._send(before, "buffers", 0.0)
                 yield AwaitTransfers("buffers")
             yield Compute(work["forward_us"], "forward_us")
@@ -361,8 +361,8 @@ def _sends_anything(stage: StageExplanation) -> bool:
 def _host_bytes_per_step(stage: StageExplanation, hosts: int) -> float:
     """What each host sends to others in a mean step of the stage, in bytes."""
     return sum(
-        exchange.times_per_step * len(pattern.steps) / stage.cycle * _bytes_by_level(leg, hosts)["across"]
-        for pattern, exchange, bucket in stage.step_buckets()
+        len(pattern.steps) / stage.cycle * _bytes_by_level(leg, hosts)["across"]
+        for pattern, _, bucket in stage.step_buckets()
         for leg in bucket.legs
     )
 

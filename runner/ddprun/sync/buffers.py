@@ -137,7 +137,9 @@ class BufferSync:
         self.plan = self.use.plan(setting, self._named, gradients_everywhere=gradients_everywhere)
 
     def before_forward(self) -> bool:
-        """Send, if forward passes want the same buffers on all ranks; whether it was done."""
+        """Send, if forward passes want the same buffers on all ranks; whether it was done. As under DDP, this
+        comes before the first pass of a step, of a turn, and of a call of a closure.
+        """
         return self.average_or_broadcast(self.plan.before_forward())
 
     def before_evaluate_or_save(self) -> tuple[str, ...]:
