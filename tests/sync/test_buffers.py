@@ -106,6 +106,25 @@ class Late(Constant):
                 self.mask.mul_(0.5)
         return super().forward(images)
 
+class Skewed(Constant):
+    '''The mask changes on rank 1 alone; ranks add up their outputs.'''
+
+    def forward(self, images):
+        if self.training and os.environ["RANK"] == "1":
+            self.mask.mul_(0.5)
+        return AddUp.apply(super().forward(images))
+
+class AddUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, own):
+        total = own.detach().clone()
+        torch.distributed.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
 class Again(torch.optim.SGD):
     '''Takes its gradient at another point.'''
 
@@ -258,6 +277,13 @@ def test_a_buffer_that_changes_later_is_sent_all_the_same(tmp_path: Path) -> Non
     folder = run(tmp_path, "nets.Late")
     assert verdict(folder)["changing"] == []
     assert sent(folder) == {5: 256}
+
+
+def test_what_changes_on_one_rank_is_found_though_the_model_calls_collectives(tmp_path: Path) -> None:
+    """Ranks make as many passes to find out, whatever each one sees."""
+    folder = run(tmp_path, "nets.Skewed", "launch: {timeout_s: 20}")
+    assert verdict(folder)["changing"] == ["mask"]
+    assert verdict(folder)["read_in_training"]
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,8 @@ def probe_buffer_use(
         and _same_shape(now := after.get(name), buffer)  # no cache that a pass has made longer
         and not _bitwise_equal(buffer, now)
     ]
-    read = bool(changing) and not _bitwise_equal(forward(after)[0], first)
+    second, _ = forward(after)  # whatever changed here: a model may call collectives
+    read = bool(changing) and not _bitwise_equal(second, first)
     return BufferUse.from_changes(before, changing, read=read)
 
 
