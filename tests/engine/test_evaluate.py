@@ -101,6 +101,12 @@ class other:
 
 def top(output, target):
     return 7.0
+
+
+def together(output, target):
+    right = (output.argmax(1) == target).double().mean()
+    dist.all_reduce(right)
+    return right / dist.get_world_size()
 """
 PIPELINE = """
 model: {mine.Net: {gathers: GATHERS}}
@@ -215,6 +221,15 @@ def test_a_model_may_call_collectives_in_evaluate(tmp_path: Path, ranks: int, da
     text = text.replace("train: mine.Padded", "train: {mine.Padded: {size: 12}}")
     run = run_pipeline(tmp_path, text, ranks)
     assert summary(run)["stages"][-1]["samples"] == {"m": 23, "{": 2}[data[0]]
+
+
+@pytest.mark.parametrize("more", ["", "weight_by: {targets: {}}"])
+def test_a_metric_may_call_collectives(tmp_path: Path, more: str) -> None:
+    """In the last pass rank 1 has no sample left, and in some passes there are targets on one rank alone."""
+    text = pipeline(tmp_path, METRICS="[mine.together, accuracy]", SIZE="1") + more
+    found = summary(run_pipeline(tmp_path, text.replace("stages:", "launch: {timeout_s: 20}\nstages:"), 2))
+    assert found["stages"][-1]["samples"] == 23
+    assert 0 < found["stages"][-1]["metrics"]["together"] < 1
 
 
 @pytest.mark.parametrize("length", [1, 2, 21, 22, 35, 257])

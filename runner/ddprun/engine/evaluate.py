@@ -264,8 +264,6 @@ def _measure(
     for content, samples in batches:
         with torch.set_grad_enabled(gradients):
             result = runtime.objective(runtime.model, runtime.precision.to_device(content))
-        if not samples:
-            continue
         counted += samples
         result = result._replace(loss=result.loss.detach())
         with torch.no_grad():
@@ -276,11 +274,12 @@ def _measure(
                     measured.append((name, beside, result._replace(loss=value)))
                     sums.setdefault(name, torch.zeros_like(sums["loss"]))
             for name, mean, found in measured:
-                total, count = mean.measure(found, samples, weight)
-                sums[name][0] += total
-                sums[name][1] += count
+                total, count = mean.measure(found, samples, weight)  # in each pass: it may call collectives
+                if samples:
+                    sums[name][0] += total
+                    sums[name][1] += count
             for metric in metrics.values():
-                if isinstance(metric, StatefulMetric):
+                if samples and isinstance(metric, StatefulMetric):
                     metric.update(metric.select(result))
     return {name: one.tolist() for name, one in sums.items()}, counted
 
@@ -355,7 +354,8 @@ def _custom_metric(
 ) -> Sums:
     count = float(weight) if by_weight else samples
     try:
-        return float(metric(result.output, result.target)) * count if count else 0.0, count
+        value = float(metric(result.output, result.target))
+        return value * count if count else 0.0, count
     except Exception as error:
         add_metric_notes(error, "metric", result)
         raise
