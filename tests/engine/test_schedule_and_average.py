@@ -176,6 +176,14 @@ def test_with_more_ranks_a_schedule_of_the_run_is_shorter(
     assert rates(run_dir) == pytest.approx(cosines((0, step, length), (step, now, now)), rel=1e-9)
 
 
+def test_a_warm_up_longer_than_a_stage_on_more_ranks_does_not_stop_a_resume(tmp_path: Path) -> None:
+    """The stage was longer when the run began, which is when its warm-up is compared with it."""
+    text = "warmup_steps: 30\nstages: [{train: {epochs: 1}}, {train: {epochs: 1}}]"
+    run_dir = resume_after(tmp_path, 20, text, text, ranks=(1, 2))
+    assert summary(run_dir)["status"] == "done"
+    assert rates(run_dir)[-1] == pytest.approx(0.1 * -(-1438 // 64) / 30)
+
+
 def test_a_chained_schedule_may_span_the_run(tmp_path: Path) -> None:
     """It is one of torch's that do not count their steps; the warm-up does without that, too."""
     (tmp_path / "own.py").write_text(CHAINED)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddprun.config import Choice, DataPair, LoadedPipeline, StepStageSettings
+from ddprun.config.checks.stages import find_long_warmups
 from ddprun.engine.build import build_collate, build_dataset, build_sampler_order, data_error_factory
 from ddprun.engine.data import Feed
 
@@ -83,3 +84,9 @@ def check_epoch_ends(loaded: LoadedPipeline, feeds: Feeds) -> None:
         if by_epoch and feeds.for_stage(stage.index).iterable:
             text = "the end of an epoch of iterable data is not known before it is there"
             raise loaded.error(f"{stage.path}.evaluate.every", text, "write a number of steps")
+
+
+def check_warmups(loaded: LoadedPipeline, feeds: Feeds) -> None:
+    """Raise a PipelineError for a warm-up that is not shorter than its stage, or than the run."""
+    for one in find_long_warmups(loaded.pipeline, feeds.steps_of):
+        raise loaded.error(one.path, one.problem, one.allowed)

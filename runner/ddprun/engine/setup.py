@@ -12,7 +12,7 @@ from ddprun.config import LoadedPipeline
 from ddprun.engine import build, compiling, seeding
 from ddprun.engine.balance import batchnorm_warning, open_balances
 from ddprun.engine.data import Feed
-from ddprun.engine.feeds import Feeds, check_epoch_ends, open_training_feeds
+from ddprun.engine.feeds import Feeds, check_epoch_ends, check_warmups, open_training_feeds
 from ddprun.engine.fingerprints import DatasetFingerprints
 from ddprun.engine.interrupts import SignalRequests
 from ddprun.engine.nonfinite import FiniteCheck
@@ -66,9 +66,12 @@ def build_session(
     signals: SignalRequests,
     token: str = "0",
     leaders: tuple[int, ...] = (),
+    *,
+    begun: bool = False,
 ) -> Session:
     """Build everything, then freeze the bucket layout; raises PipelineError for what only a run can see.
-    `token` and `leaders`: of `agree_on_folder` and `find_leaders`.
+    `token` and `leaders`: of `agree_on_folder` and `find_leaders`. `begun`: the run was begun before, maybe
+    on another number of ranks, with which its stages had other lengths.
 
     1. seed; model, data, loss, optimizer, hooks: what is missing is reported before anything is exchanged
     2. process groups, all of them; parameters and buffers of rank 0 for all
@@ -99,6 +102,8 @@ def build_session(
     pin = device.type == "cuda"
     feeds = open_training_feeds(loaded, train_data, rank=ranks.rank, world_size=ranks.size, pin=pin)
     check_epoch_ends(loaded, feeds)
+    if not begun:
+        check_warmups(loaded, feeds)
     balances = open_balances(loaded, feeds, ranks)
     feed = feeds.main
     turns = build_turns(loaded, model)

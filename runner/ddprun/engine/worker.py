@@ -131,7 +131,9 @@ def _run(
     leaders = find_leaders(loaded, folder, ranks)
     failure_context.run_dir = folder.path.absolute()
     rank_files.report_run_dir(folder.path)
-    session = build_session(loaded, folder.path, ranks, device, backend, signals, folder.token, leaders)
+    session = build_session(
+        loaded, folder.path, ranks, device, backend, signals, folder.token, leaders, begun=folder.begun
+    )
     failure_context.reporter, failure_context.step = session.reporter, lambda: session.state.step
     check_saves(session)
     try_evaluations(session)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from ddprun.config import LoadedPipeline
 from ddprun.engine import build, compiling, seeding
 from ddprun.engine.data import Feed
-from ddprun.engine.feeds import Feeds, check_epoch_ends, open_training_feeds
+from ddprun.engine.feeds import Feeds, check_epoch_ends, check_warmups, open_training_feeds
 from ddprun.engine.model_with_loss import ModelWithLoss
 from ddprun.engine.objective import (
     Objective,
@@ -149,6 +149,7 @@ def probe_model(loaded: LoadedPipeline, world: WorldShape) -> ModelProbe:
     data, _ = build.build_data(loaded)
     feeds = open_training_feeds(loaded, data, rank=0, world_size=world.ranks, workers=0)
     check_epoch_ends(loaded, feeds)
+    check_warmups(loaded, feeds)
     loss = build.build_loss(loaded)
     model = build.join_loss_and_freeze(loaded, model, loss, device, precision.parameter_dtype)
     objective = Objective(loaded, loss, precision, transform=build.build_transform(loaded))

@@ -1,12 +1,12 @@
 """Checks of stages: what they name for themselves, and their order."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ddprun.config.checks.model_and_data import find_evaluations
 from ddprun.config.checks.registry import KeyConflict, register_check, warning
 from ddprun.config.resolved import to_plain_data
 from ddprun.config.schema import Pipeline
-from ddprun.config.stages import OVERRIDABLE_KEYS, SaveStage, StepStage
+from ddprun.config.stages import OVERRIDABLE_KEYS, SaveStage, StepStage, StepStageSettings
 
 _UPDATE_KEYS = ("optimizer", "schedule", "warmup_steps", "clip_norm", "clip_value", "freeze")  # for updates
 
@@ -22,24 +22,37 @@ def _schedule_over_the_run(pipeline: Pipeline) -> Iterator[KeyConflict]:
                 text = f'"{key}" of {stage.path} clashes with "schedule: {{…, over: run}}", with which one '
                 text += "schedule and one warm-up span all stages"
                 yield KeyConflict(f"{stage.path}.{key}", text, "remove one of the two")
-    lengths = [stage.steps for stage in stages]
-    total = sum(length or 0 for length in lengths)
-    if None not in lengths and pipeline.warmup_steps >= max(1, total):
-        text = f'"warmup_steps: {pipeline.warmup_steps}" is not less than the {total} steps of the run: the '
-        text += "full learning rate would never be used"
-        yield KeyConflict("warmup_steps", text, "shorten the warm-up or lengthen a stage")
 
 
 @register_check("schedule", "warmup_steps", "stages")
-def _warmup_longer_than_stage(pipeline: Pipeline) -> Iterator[KeyConflict]:
+def _warmup_longer_than_steps(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    yield from find_long_warmups(pipeline, lambda _, settings: settings.steps)
+
+
+def find_long_warmups(
+    pipeline: Pipeline, steps_of: Callable[[int, StepStageSettings], int | None]
+) -> Iterator[KeyConflict]:
+    """Warm-ups that are not shorter than their stage, or than the run; `steps_of`: how many steps the stage
+    of an index has, None where that is not known.
+    """
+    never = "the full learning rate would never be used"
+    lengths: list[int | None] = []
     for stage, settings in pipeline.stages_and_settings():
-        if not settings.updates_weights or settings.has_schedule_of_run:
+        if not settings.updates_weights:
             continue
-        if settings.steps is not None and settings.warmup_steps >= settings.steps:
-            text = f'"warmup_steps: {settings.warmup_steps}" is not less than "steps: {settings.steps}" of '
-            text += f"{stage.path}: the full learning rate would never be used"
-            key = "warmup_steps" if "warmup_steps" in stage.model_fields_set else "steps"
-            yield KeyConflict(f"{stage.path}.{key}", text, "shorten the warm-up or lengthen the stage")
+        lengths.append(steps := steps_of(stage.index, settings))
+        if steps is not None and not settings.has_schedule_of_run and settings.warmup_steps >= max(1, steps):
+            text = f'"warmup_steps: {settings.warmup_steps}" is not less than the {steps} steps of '
+            key = "steps" if settings.epochs is None else "epochs"
+            key = "warmup_steps" if "warmup_steps" in stage.model_fields_set else key
+            hint = "shorten the warm-up or lengthen the stage"
+            yield KeyConflict(f"{stage.path}.{key}", f"{text}{stage.path}: {never}", hint)
+    if pipeline.schedule is None or "over" not in pipeline.schedule.beside or None in lengths:
+        return
+    total = sum(length or 0 for length in lengths)
+    if pipeline.warmup_steps >= max(1, total):
+        text = f'"warmup_steps: {pipeline.warmup_steps}" is not less than the {total} steps of the run: '
+        yield KeyConflict("warmup_steps", f"{text}{never}", "shorten the warm-up or lengthen a stage")
 
 
 @register_check("optimizer", "stages")
