@@ -125,6 +125,20 @@ def test_sigusr1_takes_a_checkpoint_and_signals_that_were_ignored_stay_ignored(f
     interrupted_with_checkpoint(run)
 
 
+def test_a_signal_that_comes_twice_at_once_is_one_request(folder: Path) -> None:
+    """GNU `timeout` signals its child, and then the child's process group."""
+    run = folder / "run"
+    with Running("endless.yaml", "--run-dir", "run", cwd=folder) as running:
+        wait_for_steps(running, run)
+        running.process.send_signal(signal.SIGTERM)
+        time.sleep(0.05)  # a signal that is still pending would swallow the second one
+        running.process.send_signal(signal.SIGTERM)
+        done = running.wait(60)
+    assert done.code == 130, done.stderr
+    assert done.stderr.count("SIGTERM: stopping at the end of the step") == 1
+    interrupted_with_checkpoint(run)
+
+
 SLOW = """
 import os, time
 from pathlib import Path
@@ -158,7 +172,7 @@ def test_the_second_ctrl_c_ends_a_run_in_a_long_step_at_once(folder: Path) -> No
             time.sleep(0.05)
         ranks = running.ranks()
         running.process.send_signal(signal.SIGINT)
-        time.sleep(1)
+        time.sleep(1.5)  # within one second, it would be the same request
         assert running.process.poll() is None
         running.process.send_signal(signal.SIGINT)
         done = running.wait(9)  # torchelastic gives ranks 10 s before it kills them
