@@ -112,7 +112,8 @@ def test_parameters_that_take_no_part_are_named(tmp_path: Path, model: str, of: 
     told = (
         r"^p\.yaml: ddp.find_unused_parameters: is false, its default, but second.weight, second.bias "
         f"took no part in {of}, so ranks would wait for their gradients forever; "
-        "write ddp: {find_unused_parameters: true}"
+        "write ddp: {find_unused_parameters: true}, or leave them out of the model, or freeze them "
+        r"\(requires_grad_\(False\)\), or, if they are in a reentrant checkpoint, use_reentrant=False"
     )
     assert len(re.findall(told, printed, re.MULTILINE)) == 1, printed
     assert "^" not in printed

@@ -378,7 +378,8 @@ class Objective:
         problem = f"{false}, but {abbreviated_list(names, 8)} took no part in {loss_name}"
         problem += ", so ranks would wait for their gradients forever"
         allowed = "write ddp: {find_unused_parameters: true}, or leave them out of the model, or freeze them "
-        return self._loaded.error(key, problem, f"{allowed}(requires_grad_(False))")
+        allowed += "(requires_grad_(False)), or, if they are in a reentrant checkpoint, use_reentrant=False"
+        return self._loaded.error(key, problem, allowed)
 
 
 def _numbers_beside_loss(returned: Any, loss: Tensor) -> dict[str, Tensor]:
