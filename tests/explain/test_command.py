@@ -255,6 +255,22 @@ def test_control_messages_where_exchanges_go_on_beside_training(file: Path, caps
     assert stage["control_message_steps"] == [6]
 
 
+def test_what_counts_in_a_step_is_told_before_it(file: Path, capsys: Out) -> None:
+    """To the ranks that average gradients with this one; ranks that train apart send none of it."""
+    words = "Before each step, ranks tell each other what counts in it (weight_by), and wait for that."
+    stages = ["--set", "stages=[{train: {steps: 4}}, {forward: {steps: 2}}]"]
+    for weight, sync, times in (
+        ("targets", "every_step", 1),
+        ("samples", "every_step", 0),
+        ("targets", "{local_sgd: {every: 2}}", 0),
+    ):
+        flags = ["--set", f"weight_by={weight}", "--set", f"sync={sync}"]
+        assert folded(said(file, capsys, *stages, *flags)).count(words) == times, (weight, sync)
+    flags = ["--set", "weight_by=targets", "--set", "sync={hierarchical_sgd: {across: 8, hosts: 2}}"]
+    alone = f"Control {words} They exchange no other messages before the stage's end."
+    assert alone in folded(said(file, capsys, *stages, *flags))
+
+
 def test_the_object(file: Path, capsys: Out) -> None:
     """All names are in it, and numbers are bytes."""
     stages = "stages=[{train: {steps: 20, sync: {local_sgd: {every: 8}}}}]"

@@ -171,6 +171,11 @@ class Pipeline(Options):
         return found or {"freeze": self.freeze}
 
     @property
+    def has_batch_weights(self) -> bool:
+        """Whether the file says what a batch's mean loss counts, and that is not its samples."""
+        return self.weight_by is not None and self.weight_by.name != "samples"
+
+    @property
     def has_automatic_buffers(self) -> bool:
         """Whether, in some stage, `buffers` goes by what training does with them."""
         of_stages = [settings.buffers for _, settings in self.stages_and_settings()]

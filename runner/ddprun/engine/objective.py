@@ -326,8 +326,7 @@ class Objective:
 
     @property
     def has_batch_weights(self) -> bool:
-        """Whether the file says what a batch's mean loss counts, and that is not its samples."""
-        return self._weight_by is not None and self._weight_by.name != "samples"
+        return self._loaded.pipeline.has_batch_weights
 
     def batch_weight(self, content: Any) -> float:
         """The weight of a batch's mean loss, by the file's `weight_by`."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import chain, zip_longest
 from typing import Any
 
-from ddprun.config import Choice, StepStage, StepStageSettings
+from ddprun.config import Choice, Pipeline, StepStage, StepStageSettings
 from ddprun.config.resolved import flow_yaml
 from ddprun.engine.model_with_loss import ModelWithLoss
 from ddprun.explain.explain import Explanation, PlannedExchange, StageExplanation
@@ -103,7 +103,7 @@ def _stage_lines(stage: StageExplanation, explained: Explanation) -> Iterator[st
     yield from _after_step_lines(stage, settings)
     yield from _end_lines(stage)
     yield from _evaluation_lines(stage)
-    yield from paragraph("Control", _control_text(stage))
+    yield from paragraph("Control", _control_text(stage, settings, explained.loaded.pipeline))
     yield from paragraph("Loss", _loss_text(settings))
     yield from _totals_table(stage)
 
@@ -216,10 +216,15 @@ def _evaluation_lines(stage: StageExplanation) -> Iterator[str]:
     yield from _bucket_tables(_exchanges_at(stage, "evaluate"), shown=others)
 
 
-def _control_text(stage: StageExplanation) -> str:
-    steps = stage.control_message_steps
+def _control_text(stage: StageExplanation, settings: StepStageSettings, pipeline: Pipeline) -> str:
+    steps, plan, weights = stage.control_message_steps, settings.plan, ""
+    if pipeline.has_batch_weights and (plan.gradients is not None or plan.round is not None):
+        weights = "Before each step, ranks tell each other what counts in it (weight_by), and wait for that."
     if not steps:
-        return "None: ranks exchange no messages before the stage's end."
+        others = (
+            f"{weights} They exchange no other messages" if weights else "None: ranks exchange no messages"
+        )
+        return f"{others} before the stage's end."
     if max(steps) <= stage.control_cycle:
         when = steps_text(steps, stage.control_cycle, stage.steps)
     else:  # the first exchanges that overlap with training are applied in the second cycle
@@ -228,7 +233,7 @@ def _control_text(stage: StageExplanation) -> str:
         when = f"steps {', '.join(map(str, listed[:4]))}{' …' if len(listed) > 4 else ''}"
     return (
         f"For {when} each rank sends the others its loss, and whether to stop: a few numbers, sent twice a "
-        "second for all steps since; not counted below."
+        f"second for all steps since; not counted below. {weights}"
     )
 
 
