@@ -1,13 +1,14 @@
 """The closure of a step, for optimizers that call for loss and gradients again, as SAM and LBFGS do."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ddprun.engine import seeding
-from ddprun.engine.objective import gradients_weighted
+from ddprun.engine.objective import zero_gradients
 from ddprun.engine.stage_run import StageRun
 from ddprun.parallel.ddp import DdpReplica
 from ddprun.sync.audit import checksums
@@ -66,7 +67,7 @@ class StepClosure:
             last = index == len(self._passes)
             with replica.accumulating(not last), fixed_rng():
                 weighted = runtime.objective(replica.ddp, content).loss * weight
-                with gradients_weighted(runtime.model, weight):
+                with nullcontext() if weight else zero_gradients(runtime.model):
                     missing = replica.backward(weighted, traces, exchange=last)
                 if missing:
                     where = f"the loss of rank {runtime.ranks.rank} in a call of the closure"

@@ -40,7 +40,7 @@ from ddprun.engine import build, seeding
 from ddprun.engine.closure import StepClosure
 from ddprun.engine.data import MicroBatch, StepBatches
 from ddprun.engine.evaluate import evaluate_in_stage, note_early_stop, summary_of_evaluations
-from ddprun.engine.objective import gradients_weighted
+from ddprun.engine.objective import zero_gradients
 from ddprun.engine.session import Session
 from ddprun.engine.stage_run import StageRun, begin_stage, end_stage, execute_action
 from ddprun.engine.state import replay_schedule, report_checkpoints, take_checkpoint
@@ -263,7 +263,7 @@ def train_turn(
             if scale is not None:
                 weighted = weighted * scale
             recorder.lap("forward_us")
-            with gradients_weighted(runtime.model, weight):
+            with nullcontext() if weight else zero_gradients(runtime.model):
                 backward(run, replica, weighted, last=last)
         if closure is not None:
             closure.add_pass(content, weight, weighted)

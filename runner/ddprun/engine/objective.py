@@ -406,12 +406,12 @@ def _count_weighted_targets(target: Tensor, loss: Any, ignored: int | None) -> T
 
 
 @contextmanager
-def gradients_weighted(model: nn.Module, weight: float) -> Iterator[None]:
-    """Around the backward pass of a loss that was multiplied by `weight`. If that is 0, it adds zeros to the
-    gradients, also where the mean over no targets has made them NaN.
+def zero_gradients(model: nn.Module) -> Iterator[None]:
+    """Around the backward pass of a loss of weight 0: it adds zeros to the gradients, even where the mean
+    over no targets has made them NaN.
     """
-    params = [] if weight else [param for param in model.parameters() if param.requires_grad]
-    handles = [param.register_hook(torch.zeros_like) for param in params]
+    params = [param for param in model.parameters() if param.requires_grad]
+    handles = [param.register_hook(torch.zeros_like) for param in params]  # type: ignore[no-untyped-call]
     yield
     for handle in handles:
         handle.remove()
