@@ -20,6 +20,7 @@ from tests.engine.running import events, lines, run_pipeline, run_to_end, summar
 from tests.ranks import as_processes, ddprun_here
 
 MODULE = """
+from collections import UserDict
 from dataclasses import dataclass
 
 import torch
@@ -179,6 +180,33 @@ def kept(batch):
 
 def of_uncast(batch):
     return 300.5 if batch["image"].dtype == torch.float32 else float("nan")
+
+
+class Fields(UserDict):  # as a TensorDict, whose keys are in keys() alone
+    def to(self, device):
+        label = {"label": self.label} if hasattr(self, "label") else {}
+        return Fields({key: value.to(device) for key, value in self.items()} | label)
+
+    def keys(self):
+        return self.data.keys()
+
+    def items(self):
+        return self.data.items()
+
+    def __contains__(self, key):
+        raise NotImplementedError
+
+
+def fields(samples):
+    batch = torch.utils.data.default_collate(samples)
+    made = Fields(image=batch["image"], other=batch["other"])
+    made.label = batch["label"]  # in the batch once it has moved
+    return made
+
+
+def pair_of_fields(samples):
+    inputs, label = torch.utils.data.default_collate(samples)
+    return Fields(inputs), label
 
 
 class Two(nn.Module):
@@ -457,12 +485,14 @@ HELD_OUT = "data: {train: {mine.Mapped: {form: mapping}}, evaluate: {mine.Mapped
         ("triple", "batch: {inputs: [0, 1], target: 2}", ""),
         ("object", "batch: {inputs: [image, other], target: label}", ", collate: mine.objects"),
         ("pair", "", ""),
+        ("mapping", "batch: {inputs: {other: other, image: image}, target: label}", ", collate: mine.fields"),
+        ("pair", "", ", collate: mine.pair_of_fields"),
     ],
 )
 def test_parts_of_a_batch_reach_model_and_loss(folder: Path, form: str, batch: str, loader: str) -> None:
     """However samples are made, the weights are those of a loop by hand."""
     text = PARTS.format(form=form, batch=batch, loader=loader)
-    run = run_pipeline(folder, text, 1, f"parts-{form}-{len(batch)}")
+    run = run_pipeline(folder, text, 1, f"parts-{form}-{len(batch)}-{len(loader)}")
     mine = module()
     torch.manual_seed(0)
     model, data = mine["Two"](), mine["Mapped"]("triple")

@@ -1,6 +1,7 @@
 """Loss scaling: how often it waits for the device; and what a GPU is given without waiting."""
 
 import os
+from collections import UserDict
 from typing import Any
 from unittest import mock
 
@@ -74,20 +75,29 @@ class Graphs:
         return Graphs(self.nodes.to(device), self.edges.to(device))
 
 
+class Fields(UserDict[str, Tensor]):
+    """A mapping that moves itself, as a TensorDict and Hugging Face's BatchEncoding do."""
+
+    def to(self, device: torch.device) -> "Fields":
+        return Fields({key: value.to(device) for key, value in self.items()})
+
+
 def test_objects_with_a_method_to_move_as_a_whole() -> None:
     """A PackedSequence keeps its batch sizes on the CPU; a GPU's copy stream leaves such objects alone."""
     precision = Precision("fp32", torch.device("meta"))
     precision._copy_stream = CopyStream(gpu := FakeGpu())
     packed = nn.utils.rnn.pack_sequence([torch.zeros(2, 4), torch.zeros(3, 4)], enforce_sorted=False)
-    moved = precision.to_device((packed, {"graphs": Graphs(torch.zeros(5), torch.zeros(2, 3))}))
+    graphs, fields = Graphs(torch.zeros(5), torch.zeros(2, 3)), Fields(ids=torch.zeros(4))
+    moved = precision.to_device((packed, {"graphs": graphs, "fields": fields}))
     assert not [entry for entry in gpu.log if entry[1] == "uses"]
     assert isinstance(moved[0], nn.utils.rnn.PackedSequence)
     assert (moved[0].data.device.type, moved[0].batch_sizes.device.type) == ("meta", "cpu")
     unsorted = moved[0].unsorted_indices
     assert unsorted is not None
     assert unsorted.device.type == "meta"
-    graphs = moved[1]["graphs"]
-    assert {graphs.nodes.device.type, graphs.edges.device.type} == {"meta"}
+    graphs, fields = moved[1]["graphs"], moved[1]["fields"]
+    assert isinstance(fields, Fields)
+    assert {graphs.nodes.device.type, graphs.edges.device.type, fields["ids"].device.type} == {"meta"}
 
 
 def test_a_checkpoint_of_a_cpu_is_restored_on_a_gpu() -> None:

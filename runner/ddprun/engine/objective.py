@@ -140,15 +140,15 @@ def map_tensors(
     content: Any, change: Callable[[Tensor], Tensor], change_object: Callable[[Any], Any] | None = None
 ) -> Any:
     """A batch, each of its tensors (in tuples, lists, mappings and dataclasses) changed. `change_object` is
-    for objects that move as a whole, by a method `to`, such as a PackedSequence.
+    for objects that move as a whole, by a method `to`, such as a PackedSequence or a TensorDict.
     """
     if isinstance(content, Tensor):
         return change(content)
     onward = partial(map_tensors, change=change, change_object=change_object)
-    if isinstance(content, Mapping):
-        return {key: onward(value) for key, value in content.items()}
     if change_object is not None and callable(getattr(content, "to", None)):
         return change_object(content)
+    if isinstance(content, Mapping):
+        return {key: onward(value) for key, value in content.items()}
     if isinstance(content, tuple | list):
         items = [onward(value) for value in content]
         return type(content)(*items) if hasattr(content, "_fields") else items
@@ -310,9 +310,9 @@ class Objective:
         if isinstance(parts, tuple):
             return tuple(self._pick(content, key, f"{path}[{index}]") for index, key in enumerate(parts))
         if isinstance(content, Mapping):
-            if parts in content:
+            if parts in content.keys():  # noqa: SIM118 - a TensorDict iterates over its batch, not its keys
                 return content[parts]
-            has = f"have {', '.join(map(str, content))}"
+            has = f"have {', '.join(map(str, content.keys()))}"
         elif isinstance(parts, str) and hasattr(content, parts):
             return getattr(content, parts)
         elif isinstance(content, list | tuple):
