@@ -511,7 +511,7 @@ def test_parts_of_a_batch_reach_model_and_loss(folder: Path, form: str, batch: s
 
 @pytest.mark.parametrize("transform", ["", ", transform: mine.kept"])
 def test_a_batch_is_weighed_before_it_is_cast(folder: Path, transform: str) -> None:
-    """In training and in evaluations: bf16 would round its weight."""
+    """In training and in evaluations, the function of `weight_by` gets floats of fp32, not of bf16."""
     batch = f"batch: {{inputs: [image, other], target: label{transform}}}"
     text = PARTS.format(form="mapping", batch=batch, loader="").replace("save]", "evaluate]")
     text = text.replace("data: {mine.Mapped: {form: mapping}}", HELD_OUT)
