@@ -72,13 +72,13 @@ class BucketDispatcher:
         return self._queue.error
 
     def begin_step(
-        self, scale: Tensor | None = None, *, fidelity: bool = False, repeatable: bool = False
+        self, scale: Tensor | None = None, *, fidelity: bool = False, undoable: bool = False
     ) -> None:
         """Prepare for a step's backward pass. Gradients are divided by the loss `scale`, shape (), before the
-        stack sees them, and `end_step` may roll it back. `fidelity`: keep inputs for `measure_fidelity`.
-        `repeatable`: `repeat_step` may be called.
+        stack sees them. `fidelity`: keep inputs for `measure_fidelity`. `undoable`, and with a loss scale:
+        `end_step` may roll the hooks' state back, and `repeat_step` may be called.
         """
-        self._loss_scale, self._undoable = scale, repeatable or scale is not None
+        self._loss_scale, self._undoable = scale, undoable or scale is not None
         self._sent_buckets.clear()
         self._fidelity_samples = [] if fidelity else None
         if self._undoable:

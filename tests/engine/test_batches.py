@@ -182,16 +182,10 @@ def of_uncast(batch):
     return 300.5 if batch["image"].dtype == torch.float32 else float("nan")
 
 
-class Fields(UserDict):  # as a TensorDict, whose keys are in keys() alone
+class Fields(dict):  # as a TensorDict, whose keys are in keys() alone
     def to(self, device):
         label = {"label": self.label} if hasattr(self, "label") else {}
         return Fields({key: value.to(device) for key, value in self.items()} | label)
-
-    def keys(self):
-        return self.data.keys()
-
-    def items(self):
-        return self.data.items()
 
     def __contains__(self, key):
         raise NotImplementedError

@@ -75,8 +75,8 @@ class Graphs:
         return Graphs(self.nodes.to(device), self.edges.to(device))
 
 
-class Fields(UserDict[str, Tensor]):
-    """A mapping that moves itself, as a TensorDict and Hugging Face's BatchEncoding do."""
+class Fields(dict[str, Tensor]):
+    """A mapping that moves itself, as a TensorDict does."""
 
     def to(self, device: torch.device) -> "Fields":
         return Fields({key: value.to(device) for key, value in self.items()})
@@ -98,6 +98,22 @@ def test_objects_with_a_method_to_move_as_a_whole() -> None:
     graphs, fields = moved[1]["graphs"], moved[1]["fields"]
     assert isinstance(fields, Fields)
     assert {graphs.nodes.device.type, graphs.edges.device.type, fields["ids"].device.type} == {"meta"}
+
+
+class Encoding(UserDict[str, Tensor]):
+    """As Hugging Face's BatchEncoding, whose `to` waits for the device, tensor by tensor."""
+
+    def to(self, device: torch.device) -> "Encoding":
+        raise AssertionError
+
+
+def test_a_user_dict_keeps_its_class_and_its_tensors_move_as_others_do() -> None:
+    given = Encoding(pixels=torch.zeros(4), ids=torch.zeros(4, dtype=torch.int64))
+    moved = Precision("pure_bf16", torch.device("meta")).to_device(given)
+    assert isinstance(moved, Encoding)
+    assert {name: one.dtype for name, one in moved.items()} == {"pixels": torch.bfloat16, "ids": torch.int64}
+    assert {one.device.type for one in moved.values()} == {"meta"}
+    assert given["pixels"].device.type == "cpu"
 
 
 def test_a_checkpoint_of_a_cpu_is_restored_on_a_gpu() -> None:

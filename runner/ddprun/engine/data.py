@@ -493,6 +493,9 @@ class _PeekableStream:
         """Read the first samples, which are handed out again when this epoch begins; and their digest. They
         draw from `rng`, and what is read after them draws from `then`.
         """
+        if self._peeked and self._epoch == epoch:
+            ahead = list(islice(self._peeked, count))
+            return digest_of(ahead), ahead
         with rng():
             iterator = iter(self._dataset)
             ahead = list(islice(iterator, count))

@@ -244,8 +244,8 @@ def train_turn(
     if run.takes_closure and replica is not None:
         closure = StepClosure(run, replica, partial(clip_gradients, run))
     if replica is not None:
-        repeatable = closure is not None
-        replica.dispatcher.begin_step(scale, fidelity=measure_fidelity, repeatable=repeatable)
+        undoable = closure is not None or not batches.total_weight
+        replica.dispatcher.begin_step(scale, fidelity=measure_fidelity, undoable=undoable)
     for index, (micro, content) in enumerate(micro_batches, start=1):
         last = index == batches.micro_batch_count
         if index == 1 and runtime.buffers.before_forward():

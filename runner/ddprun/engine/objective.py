@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import fields, is_dataclass
@@ -145,6 +146,11 @@ def map_tensors(
     if isinstance(content, Tensor):
         return change(content)
     onward = partial(map_tensors, change=change, change_object=change_object)
+    if isinstance(content, UserDict):  # as tokenizers of Hugging Face give them, with a `to` of their own
+        mapped = copy.copy(content)
+        for key, value in content.items():
+            mapped[key] = onward(value)
+        return mapped
     if change_object is not None and callable(getattr(content, "to", None)):
         return change_object(content)
     if isinstance(content, Mapping):
@@ -410,8 +416,12 @@ def zero_gradients(model: nn.Module) -> Iterator[None]:
     """Around the backward pass of a loss of weight 0: it adds zeros to the gradients, even where the mean
     over no targets has made them NaN.
     """
+
+    def zeros(grad: Tensor | None) -> Tensor | None:
+        return None if grad is None else torch.zeros_like(grad)
+
     params = [param for param in model.parameters() if param.requires_grad]
-    handles = [param.register_hook(torch.zeros_like) for param in params]  # type: ignore[no-untyped-call]
+    handles = [param.register_hook(zeros) for param in params]  # type: ignore[no-untyped-call]
     yield
     for handle in handles:
         handle.remove()

@@ -120,8 +120,8 @@ def describe_tensor(tensor: Tensor) -> str:
 
 
 def describe_sample(sample: Any, *, shapes: bool = True) -> str:
-    """What a sample or a batch is made of, with the types and shapes of its tensors; without `shapes` alike
-    for all tensors, all arrays, and lists of any length.
+    """What a sample or a batch is made of, with the types and shapes of its tensors. Without `shapes`, all
+    tensors read alike, as do all arrays, and lists of the same kinds of items.
     """
     if isinstance(sample, Tensor):
         return describe_tensor(sample) if shapes else "a tensor"
@@ -132,7 +132,7 @@ def describe_sample(sample: Any, *, shapes: bool = True) -> str:
         return "{" + ", ".join(items) + "}"
     if isinstance(sample, tuple | list):
         if isinstance(sample, list) and not shapes:
-            return "a list"
+            return f"a list of {', '.join(sorted({describe_sample(item, shapes=False) for item in sample}))}"
         if len(sample) > _MOST_ITEMS_SHOWN:
             return f"a {type(sample).__name__} of {len(sample)}"
         shown = ", ".join(describe_sample(item, shapes=shapes) for item in sample)

@@ -102,8 +102,6 @@ def build_session(
     pin = device.type == "cuda"
     feeds = open_training_feeds(loaded, train_data, rank=ranks.rank, world_size=ranks.size, pin=pin)
     check_epoch_ends(loaded, feeds)
-    if not begun:
-        check_warmups(loaded, feeds)
     balances = open_balances(loaded, feeds, ranks)
     feed = feeds.main
     turns = build_turns(loaded, model)
@@ -143,6 +141,8 @@ def build_session(
     ranks.watchdog.set_phase(b"passes before step 1")
     for name, each in feeds.by_name().items():
         _compare_data(each, name, control, reporter)
+    if not begun:
+        check_warmups(loaded, feeds)
     if balances[None].shares and (warning := batchnorm_warning(model)):
         reporter.note(warning)
     fingerprints = DatasetFingerprints(feeds, held_out, stage_held_out, rank=ranks.rank)

@@ -33,7 +33,7 @@ from ddprun.watchdog.launcher_watchdog import LauncherWatchdog
 
 _STORE_LINGER_S = 4.0  # the store may end with this process; other hosts still ask it who failed first
 
-_SAME_REQUEST_S = 1.0  # so long, a signal that comes again says nothing new
+_SAME_REQUEST_S = 1.0  # the same signal within this time is the same request
 
 _NO_DETAILS = " See inner exception for details."  # torchelastic's, with an exception that is not shown
 

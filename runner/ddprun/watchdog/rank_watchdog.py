@@ -24,7 +24,7 @@ from ddprun_hooks.payload import ParamSlice, Payload, PayloadKind
 GROUP_TIMEOUT_MARGIN_S = 5.0  # after the watchdog, which knows more and so speaks first
 
 HANG_FILE = "hang"  # among status pages, made by the first rank to find a hang, or by its launcher
-_TICK_S = 0.5  # each tick takes the training thread's place in a processor's caches
+_TICK_S = 0.5  # each tick evicts the training thread's data from the caches
 _SUSPENSION_S = 1.0  # a tick that comes so late was not late: the process was stopped, and time did not count
 
 # A device is asked about a collective of that age; younger ones are nearly always over soon. To ask holds

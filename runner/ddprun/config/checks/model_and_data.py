@@ -386,8 +386,7 @@ def _rounds(pipeline: Pipeline) -> Iterator[KeyConflict]:
         if pipeline.sync_batchnorm:
             text = f'{every} clashes with "sync_batchnorm: true": ranks take different numbers of updates'
             yield KeyConflict("sync_batchnorm", text, "remove one of the two")
-        weighted = pipeline.weight_by is not None and pipeline.weight_by.name != "samples"
-        if weighted and (loader.balance is None or loader.balance == "speed"):
+        if pipeline.has_batch_weights and (loader.balance is None or loader.balance == "speed"):
             text = f'{every} clashes with "weight_by": ranks wait for each other while they load, so that '
             text += "their speed cannot be measured"
             hint = "name fixed weights in loader.balance, or remove one of the two"
