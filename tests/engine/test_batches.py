@@ -41,6 +41,15 @@ class Sentences(Dataset):
         return {"ids": torch.randint(1, 11, (length,), generator=generator)}
 
 
+class Chosen(Sentences):
+    def __init__(self, places):
+        super().__init__(len(places))
+        self.places = places
+
+    def __getitem__(self, place):
+        return super().__getitem__(self.places[place])
+
+
 def pad(samples, value=-100):
     longest = max(len(sample["ids"]) for sample in samples)
     ids = torch.zeros(len(samples), longest, dtype=torch.long)
@@ -337,6 +346,19 @@ def test_a_mean_over_no_targets_adds_nothing(tmp_path: Path, optimizer: str, mor
         found.append((weights(run), summary(run)["metrics"]))
     assert found[0][1] == found[1][1]
     assert all(torch.equal(value, found[1][0][name]) for name, value in found[0][0].items())
+
+
+@pytest.mark.parametrize("hook", ["{topk: {density: 0.2}}", "{powersgd: {rank: 1}}"])
+def test_a_step_in_which_nothing_counts_leaves_no_trace(folder: Path, hook: str) -> None:
+    """Not even in what hooks keep: the weights are those of a run without it, bit for bit."""
+    found = []
+    text = LANGUAGE.format(size=1, weight=BY_TOKENS, accumulate=1) + f"hooks: [{hook}]\n"
+    for places in ([1, 2, 3, 4, 6, 7], [1, 2, 3, 4, 5, 10, 6, 7]):
+        changed = text.replace("train: mine.Sentences", f"train: {{mine.Chosen: {{places: {places}}}}}")
+        run = run_pipeline(folder, changed, 2, f"nothing-{len(places)}-{hook[1:5]}")
+        assert summary(run)["steps"] == len(places)
+        found.append(weights(run))
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
 @pytest.mark.parametrize("given", [None, (1.0,), [2], "many", {}, -1, math.nan, torch.ones(2)])
