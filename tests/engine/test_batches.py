@@ -13,7 +13,7 @@ from torch import nn
 from ddprun import EXIT_BAD_INPUT
 from ddprun.config import PipelineError, load
 from ddprun.engine.data import StepBatches
-from ddprun.engine.objective import Objective, Precision
+from ddprun.engine.objective import Objective, Precision, zero_gradients
 from ddprun.engine.stage_run import StageRun
 from ddprun.engine.worker import run_worker
 from tests.engine.running import events, lines, run_pipeline, run_to_end, summary, weights
@@ -346,6 +346,26 @@ def test_a_mean_over_no_targets_adds_nothing(tmp_path: Path, optimizer: str, mor
         found.append((weights(run), summary(run)["metrics"]))
     assert found[0][1] == found[1][1]
     assert all(torch.equal(value, found[1][0][name]) for name, value in found[0][0].items())
+
+
+class UsesOne(torch.autograd.Function):
+    """Of two parameters; it has no gradient for the other one."""
+
+    @staticmethod
+    def forward(ctx: Any, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return one * other.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0] * math.nan, None
+
+
+def test_a_parameter_without_a_gradient_stays_without() -> None:
+    """Where a batch does not count, and others get zeros."""
+    model = nn.ParameterList([torch.ones(()), torch.ones(())])
+    with zero_gradients(model):
+        UsesOne.apply(*model).backward()  # type: ignore[no-untyped-call]
+    assert [None if param.grad is None else param.grad.item() for param in model] == [0.0, None]
 
 
 @pytest.mark.parametrize("hook", ["{topk: {density: 0.2}}", "{powersgd: {rank: 1}}"])

@@ -210,3 +210,10 @@ def test_samples_that_loading_processes_do_not_get_are_told(tmp_path: Path) -> N
     assert [event["event"] for event in found(tmp_path / "run")] == ["data_lost"]
     assert said.count("data: read again, it begins with other samples; if it reads on from one source") == 1
     assert "then write loader: {workers: 0}" in said
+
+
+def test_a_warm_up_is_held_against_the_steps_of_all_ranks(tmp_path: Path) -> None:
+    """Of 21 and 20 samples: six steps, of which a rank on its own would count five."""
+    stage = "{train: {epochs: 1, warmup_steps: 5}}"
+    folder, _ = run(tmp_path, "Picked", "by_rank: true, size: 41", "sharded: true", stage)
+    assert summary(folder)["steps"] == 6
