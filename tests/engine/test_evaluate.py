@@ -137,8 +137,8 @@ def pipeline(folder: Path, **words: str) -> str:
     return text
 
 
-def by_hand(folder: Path, run: Path, loss: nn.Module, ignored: int) -> tuple[float, float, int]:
-    """Loss, accuracy and the number of targets of the saved model in one pass."""
+def output_and_targets(folder: Path, run: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the saved model, for all samples in one pass."""
     from safetensors.torch import load_file
 
     space: dict[str, Any] = {}
@@ -146,7 +146,12 @@ def by_hand(folder: Path, run: Path, loss: nn.Module, ignored: int) -> tuple[flo
     model = space["Net"]()
     model.load_state_dict(load_file(run / "model.safetensors"))
     inputs, targets = (torch.stack(column) for column in zip(*map(space["sample"], range(23)), strict=True))
-    output = model(inputs)
+    return model(inputs), targets
+
+
+def by_hand(folder: Path, run: Path, loss: nn.Module, ignored: int) -> tuple[float, float, int]:
+    """Loss, accuracy and the number of targets."""
+    output, targets = output_and_targets(folder, run)
     counts = targets != ignored
     right = ((output.argmax(1) == targets) & counts).sum().item()
     return loss(output, targets).item(), right / counts.sum().item(), int(counts.sum())
@@ -225,11 +230,19 @@ def test_a_model_may_call_collectives_in_evaluate(tmp_path: Path, ranks: int, da
 
 @pytest.mark.parametrize("more", ["", "weight_by: {targets: {}}"])
 def test_a_metric_may_call_collectives(tmp_path: Path, more: str) -> None:
-    """In the last pass rank 1 has no sample left, and in some passes there are targets on one rank alone."""
+    """In the last pass rank 1 has no sample left, and in some passes there are targets on one rank alone.
+    What the function gives for a pass counts as often as the pass has samples, or targets.
+    """
     text = pipeline(tmp_path, METRICS="[mine.together, accuracy]", SIZE="1") + more
-    found = summary(run_pipeline(tmp_path, text.replace("stages:", "launch: {timeout_s: 20}\nstages:"), 2))
-    assert found["stages"][-1]["samples"] == 23
-    assert 0 < found["stages"][-1]["metrics"]["together"] < 1
+    run = run_pipeline(tmp_path, text.replace("stages:", "launch: {timeout_s: 20}\nstages:"), 2)
+    output, targets = output_and_targets(tmp_path, run)
+    right = (output.argmax(1) == targets).double().mean(1)
+    weights = (targets != -100).sum(1).double() if more else torch.ones(23, dtype=torch.float64)
+    passes = [[place, place + 1] for place in range(0, 22, 2)] + [[22]]
+    total = sum(right[both].mean() * weights[both].sum() for both in passes)
+    found = summary(run)["stages"][-1]
+    assert found["samples"] == 23
+    assert found["metrics"]["together"] == pytest.approx(float(total / weights.sum()), rel=1e-12)
 
 
 @pytest.mark.parametrize("length", [1, 2, 21, 22, 35, 257])

@@ -162,6 +162,7 @@ def with_refused_input(folder: Path) -> list[str]:
         {"every": 0},
         {"timeout_s": 0},
         {"optimizer": "sgd"},
+        {"optimizer": 3},
     ):
         given: dict[str, Any] = {"optimizer": optimizer, "run_dir": new, **changed}
         try:
@@ -181,6 +182,7 @@ def test_bad_input_is_refused_before_anything_is_hooked(tmp_path: Path) -> None:
             "every must be a whole number from 1 on, got 0",
             "timeout_s must be above 0, got 0",
             "optimizer must be an Optimizer of torch.optim, or a list of them: 'sgd'",
+            "optimizer must be an Optimizer of torch.optim, or a list of them: 3",
         ]
     assert not (tmp_path / "new").exists()
 

@@ -13,20 +13,18 @@ the next `batch_size` of each rank's own samples, and a rank that has none left 
 """
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
-from itertools import chain, cycle, islice, starmap
+from itertools import chain, islice, starmap
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
-from torch.utils.data._utils import worker as loading_process
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from ddprun.config import Loader
 from ddprun.engine.samples import Collate, SampleShard, batch_or_raise, collate, digest_of
 from ddprun.engine.seeding import SeparateRng, seed_everything
+from ddprun.engine.streams import PeekableStream, RankShareDataset
 from ddprun.host.processes import die_with_parent
 from ddprun_hooks.comm.control import ControlChannel
 
@@ -109,7 +107,7 @@ class Feed:
         self._order: tuple[int, list[int]] | None = None  # an epoch, and the order of its samples
         # This rank's, and their numbers.
         self._first_samples: tuple[Sequence[Any], Sequence[int]] | None = None
-        self._stream = _PeekableStream(self.dataset, self._stream_rng())
+        self._stream = PeekableStream(self.dataset, self._stream_rng())
         self._control: ControlChannel | None = None
         self._lengths: list[int] = []  # samples of each rank's dataset
         if not self.iterable:
@@ -400,8 +398,8 @@ class Feed:
             if self.drop_last and total < self._least:
                 return
             self._consumed_samples += total
-            mine = sum(self._samples_of(ranks, 0, of_all_ranks) for _, of_all_ranks in read)
-            yield self._step(group, len(group), mine, ranks)
+            counted = sum(self._samples_of(ranks, 0, of_all_ranks) for _, of_all_ranks in read)
+            yield self._step(group, len(group), counted, ranks)
 
     # Iterable and sharded: no rank knows how many samples another one has left, so they exchange it.
 
@@ -433,7 +431,7 @@ class Feed:
             yield self._step(group, micro_batch_count, total, ranks)
 
     def _rank_share_batches(self) -> Iterator[Any]:
-        """This rank's share of what is left of the epoch, as `_RankShareDataset` gives it."""
+        """This rank's share of what is left of the epoch, as `RankShareDataset` gives it."""
         skip = self._samples_read(self._consumed_samples)
         samples, already_read, rng = self.dataset, 0, self._stream_rng()  # loading processes begin anew
         if not self._workers:
@@ -441,7 +439,7 @@ class Feed:
             rng = self._stream.rng
         sizes = [size // self.world_size for size in self._sizes] if self.sharded else self._sizes
         drop_last = self.drop_last and not self.sharded and len(sizes) == 1
-        share = _RankShareDataset(
+        share = RankShareDataset(
             samples, rng, sizes, self._share, skip, already_read, drop_last, self.collate
         )
         return self._load(share, None)
@@ -466,63 +464,6 @@ class Feed:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to where `state_dict` was taken; the position is that of all ranks, however many there are."""
         self.epoch, self._consumed_samples = state["epoch"], state["samples"]
-
-
-class _PeekableStream:
-    """An iterable dataset's samples, of which none is lost by reading ahead.
-
-    `iter` is called once in an epoch at most. A dataset may be its own iterator, or read from one source each
-    time: then what a second iterator gives begins where the first one was left.
-    """
-
-    def __init__(self, dataset: Any, rng: SeparateRng) -> None:
-        self._dataset = dataset
-        self._iterator: Iterator[Any] | None = None
-        self._peeked: deque[Any] = deque()
-        self.rng = rng  # what it draws from in the epoch that is read
-        self.first_digest = b""  # of the first sample that was read ahead
-        self._epoch: int | None = None  # which is read, or was read ahead; None: none yet
-        self._yielded_samples = 0  # samples of it
-
-    @property
-    def one_shot(self) -> bool:
-        """Whether the dataset is its own iterator."""
-        return self._iterator is self._dataset
-
-    def peek(self, epoch: int, count: int, rng: SeparateRng, then: SeparateRng) -> tuple[bytes, list[Any]]:
-        """Read the first samples, which are handed out again when this epoch begins; and their digest. They
-        draw from `rng`, and what is read after them draws from `then`.
-        """
-        if self._peeked and self._epoch == epoch:
-            ahead = list(islice(self._peeked, count))
-            return digest_of(ahead), ahead
-        with rng():
-            iterator = iter(self._dataset)
-            ahead = list(islice(iterator, count))
-        self.first_digest = digest_of(ahead[:1])
-        if self._iterator is None:
-            self._iterator, self._peeked, self._epoch, self.rng = iterator, deque(ahead), epoch, then
-        return digest_of(ahead), ahead
-
-    def resume(self, epoch: int, skip: int, rng: SeparateRng) -> tuple[Iterator[Any], int]:
-        """The samples of an epoch in this process, of which the first `skip` are not wanted; and how many of
-        these are not in it any more. If it is begun anew, it draws from `rng`.
-        """
-        if self._iterator is None or self._epoch != epoch or self._yielded_samples > skip:
-            self.rng, self._epoch, self._peeked, self._yielded_samples = rng, epoch, deque(), 0
-            with rng():
-                self._iterator = iter(self._dataset)
-        return self._read(self._iterator), self._yielded_samples
-
-    def _read(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        while self._peeked:
-            self._yielded_samples += 1
-            yield self._peeked.popleft()
-        with suppress(StopIteration):
-            while True:  # `iter` is not called again, which may begin again
-                sample = next(iterator)
-                self._yielded_samples += 1
-                yield sample
 
 
 class BatchDataset(Dataset[Any]):
@@ -553,53 +494,6 @@ class BatchDataset(Dataset[Any]):
         except StopIteration as error:  # would end the epoch here
             shown = ", ".join(map(str, indices))
             raise RuntimeError(f"the data set or collate raised StopIteration: samples {shown}") from error
-
-
-@dataclass(eq=False)
-class _RankShareDataset(IterableDataset[tuple[list[tuple[Any, int]], int]]):
-    """A rank's share of a stream, by micro-batches: its batches, each with its samples (0 when used up), and
-    the samples of all ranks.
-    """
-
-    samples: Iterable[Any]
-    rng: SeparateRng  # for what `samples` draws
-    sizes: Sequence[int]  # samples that are read for each micro-batch, in turn
-    share: SampleShard
-    skip: int  # leave out so many samples of the epoch
-    already_read: int  # so many of these are not in `samples` any more
-    drop_last: bool
-    collate: Collate | None
-
-    def __iter__(self) -> Iterator[tuple[list[tuple[Any, int]], int]]:
-        worker = get_worker_info()
-        process, processes = (worker.id, worker.num_workers) if worker else (0, 1)
-        # Batches are divided among the loading processes here. A dataset that divides its samples among them,
-        # too, as torch's documentation shows, would lose most of them: it is to see one process.
-        if worker is not None:
-            loading_process._worker_info = None
-        with self.rng():
-            samples = islice(self.samples, self.skip - self.already_read, None)
-        at = self.skip
-        for micro, size in enumerate(cycle(self.sizes)):
-            with self.rng():
-                items = list(islice(samples, size))
-            too_few = len(items) < (1 if self.share.sharded else self.share.ranks)
-            if not items or (too_few and micro == self.skip == 0):
-                return  # the end, or too few for every rank to have had a batch at all
-            least = self.share.local_batch or size
-            if self.drop_last:
-                del items[len(items) // least * least :]
-            if not items:
-                return
-            # The loader takes batches from its processes in turn.
-            if micro % processes == process:
-                batches = list[tuple[Any, int]]()
-                for mine in self.share.batches([*enumerate(items, start=at)]):
-                    # A rank without a sample computes along on another one's.
-                    numbers, samples_of_batch = zip(*(mine or [(at, items[0])]), strict=True)
-                    batches.append((collate(samples_of_batch, numbers, self.collate), len(mine)))
-                yield batches, len(items)
-            at += len(items)
 
 
 def global_micro_batch_sizes(loader: Loader, ranks: int) -> list[int]:

@@ -158,7 +158,8 @@ class ObservedRun:
         if timeout_s is not None and not timeout_s > 0:
             raise ValueError(f"timeout_s must be above 0, got {timeout_s!r}")
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer or ()
-        if not all(isinstance(one, Optimizer) for one in optimizers):
+        is_list = isinstance(optimizers, Sequence)
+        if not (is_list and all(isinstance(one, Optimizer) for one in optimizers)):
             raise ValueError(
                 f"optimizer must be an Optimizer of torch.optim, or a list of them: {optimizer!r}"
             )
