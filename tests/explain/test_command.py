@@ -23,6 +23,14 @@ optimizer: {sgd: {lr: 0.02, momentum: 0.9}}
 ddp: {bucket_cap_mb: 1}
 launch: {nproc_per_node: 4}
 """
+OWN_STREAM = """
+import torch
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter([(torch.zeros(8, 8), 0)] * 100)
+"""
 POISON = "raise AssertionError('imported')\n"
 
 
@@ -269,6 +277,18 @@ def test_what_counts_in_a_step_is_told_before_it(file: Path, capsys: Out) -> Non
     flags = ["--set", "weight_by=targets", "--set", "sync={hierarchical_sgd: {across: 8, hosts: 2}}"]
     alone = f"Control {words} They exchange no other messages before the stage's end."
     assert alone in folded(said(file, capsys, *stages, *flags))
+
+
+def test_counting_samples_of_each_rank_is_told(file: Path, capsys: Out) -> None:
+    """A stream that is divided by itself: no rank knows how many samples another one has left."""
+    data = "data: own_stream.Stream\nstages: [{train: {steps: 4}}]"
+    file.write_text(file.read_text().replace("data: digits", data))
+    (file.parent / "own_stream.py").write_text(OWN_STREAM)
+    flags = ["--set", "loader={sharded: true, shuffle: false}"]
+    flags += ["--set", "sync={hierarchical_sgd: {across: 8, hosts: 2}}"]
+    found = folded(said(file, capsys, *flags))
+    words = "With an iterable data set, ranks tell each other before each step how many samples each has."
+    assert f"Control {words} They exchange no other messages before the stage's end." in found
 
 
 def test_the_object(file: Path, capsys: Out) -> None:

@@ -217,14 +217,16 @@ def _evaluation_lines(stage: StageExplanation) -> Iterator[str]:
 
 
 def _control_text(stage: StageExplanation, settings: StepStageSettings, pipeline: Pipeline) -> str:
-    steps, plan, weights = stage.control_message_steps, settings.plan, ""
-    if pipeline.has_batch_weights and (plan.gradients is not None or plan.round is not None):
-        weights = "Before each step, ranks tell each other what counts in it (weight_by), and wait for that."
-    if not steps:
-        others = (
-            f"{weights} They exchange no other messages" if weights else "None: ranks exchange no messages"
+    steps, plan, before = stage.control_message_steps, settings.plan, ""
+    if pipeline.loader.sharded:
+        before = (
+            "With an iterable data set, ranks tell each other before each step how many samples each has. "
         )
-        return f"{others} before the stage's end."
+    if pipeline.has_batch_weights and (plan.gradients is not None or plan.round is not None):
+        before += "Before each step, ranks tell each other what counts in it (weight_by), and wait for that. "
+    if not steps:
+        others = "They exchange no other messages" if before else "None: ranks exchange no messages"
+        return f"{before}{others} before the stage's end."
     if max(steps) <= stage.control_cycle:
         when = steps_text(steps, stage.control_cycle, stage.steps)
     else:  # the first exchanges that overlap with training are applied in the second cycle
@@ -233,8 +235,8 @@ def _control_text(stage: StageExplanation, settings: StepStageSettings, pipeline
         when = f"steps {', '.join(map(str, listed[:4]))}{' …' if len(listed) > 4 else ''}"
     return (
         f"For {when} each rank sends the others its loss, and whether to stop: a few numbers, sent twice a "
-        f"second for all steps since; not counted below. {weights}"
-    )
+        f"second for all steps since; not counted below. {before}"
+    ).rstrip()
 
 
 def _loss_text(settings: StepStageSettings) -> str:
