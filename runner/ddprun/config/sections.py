@@ -278,7 +278,7 @@ class Ddp(Options):
     """The same parameters take part in every step, which saves DDP some work."""
 
     find_unused_parameters: bool = False
-    """Look in each step for parameters that take no part. Needed if there are any; otherwise only slower."""
+    """Look in each step for parameters that take no part. Needed if there are any; costs time otherwise."""
 
     @property
     def bucket_caps_bytes(self) -> list[int]:
@@ -351,7 +351,7 @@ class Checkpoint(Options):
     `memory_every // 2` steps (at least 1), and wait for the previous one first; 0 takes none."""
 
     keep: NonNegativeInt = 3
-    """How many of the newest are kept on disk; 0 takes none at all, in memory neither."""
+    """How many of the newest are kept on disk; 0 takes none, not even in memory."""
 
     on_changed_data: Literal["continue", "stop"] = "stop"
     """What a resumed run does in the middle of an epoch whose data has changed."""
