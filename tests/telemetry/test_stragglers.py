@@ -251,6 +251,30 @@ def test_an_episode_begins_and_ends() -> None:
     assert other.episodes == it.episodes
 
 
+def test_episodes_do_not_depend_on_how_many_steps_come_at_once() -> None:
+    """Steps that suddenly take longer come late and together: one judgement of all would find nothing."""
+    generator = torch.Generator().manual_seed(0)
+    steps = range(1, 401)
+    messages = np.concatenate(
+        [
+            gathered(
+                [message(step, late_twice(step) if rank == 3 else {}, generator) for rank in range(RANKS)],
+                BUCKETS,
+            )
+            for step in steps
+        ]
+    )
+    found = []
+    for at_once in (1, 256, 400):
+        it = StragglerDetector(window=10, min_share=0.1)
+        begin(it, PARAMS)
+        for first in range(0, len(steps), at_once):
+            it.add(steps[first : first + at_once], messages[first : first + at_once])
+        found.append(it.episodes)
+    assert [one.cause for one in found[0]] == ["forward", "data"]
+    assert found[1:] == [found[0]] * 2
+
+
 def test_of_very_many_episodes_the_shortest_go() -> None:
     """Memory is bounded however long a run is."""
     generator = torch.Generator().manual_seed(0)
