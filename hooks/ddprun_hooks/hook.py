@@ -80,7 +80,8 @@ class Hook:
 
     def take_back(self, kind: str, means: dict[str, Tensor]) -> None:
         """Take back means that no rank used, as this hook returned them on all ranks. A hook that keeps what
-        it does not send removes its own parameters from `means`, and keeps their means for later steps.
+        it does not send removes its own parameters from `means`, and keeps their means for later steps. A
+        codec that scales values scales the means as it does a payload, for the hooks after it.
 
         Args:
             kind: the kind of payload.

@@ -170,7 +170,9 @@ class Stack:
             hook.load_state_dict(state)
 
     def take_back(self, kind: str, means: dict[str, Tensor]) -> None:
-        """Means that no rank uses: the first hook that keeps residuals of a parameter keeps its mean."""
+        """Means that no rank uses, down the stack as a payload: the first hook that keeps residuals of a
+        parameter keeps its mean.
+        """
         for _, hook in self.named_hooks():
             hook.take_back(kind, means)
 

@@ -1,4 +1,4 @@
-"""The code on the page about hooks: a script of one's own, and a hook with state."""
+"""The code on the page about hooks: a script of one's own, a codec, and a hook with state."""
 
 import importlib
 import re
@@ -17,6 +17,7 @@ from tests.ranks import free_port
 
 PAGE = (Path(__file__).parents[2] / "docs" / "hooks.md").read_text(encoding="utf-8")
 SOURCES = dict(re.findall(r"```python\n# (\w+\.py).*?\n(.*?)```", PAGE, re.DOTALL))
+CHECK = "\n".join(re.findall(r"```python\n(from ddprun_hooks.testing .*?)```", PAGE, re.DOTALL))
 
 
 def test_the_script_of_the_page_runs(tmp_path: Path) -> None:
@@ -32,12 +33,26 @@ def test_the_script_of_the_page_runs(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The page's hook with state, as a module beside a pipeline."""
-    (tmp_path / "scaled.py").write_text(SOURCES["scaled.py"])
+def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's hooks, as modules beside a pipeline."""
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "scaled", raising=False)
+    for module in ("mine", "scaled"):
+        (tmp_path / f"{module}.py").write_text(SOURCES[f"{module}.py"])
+        monkeypatch.delitem(sys.modules, module, raising=False)
+
+
+@pytest.fixture
+def scaled(beside: None) -> Any:
+    """The page's hook with state."""
     return importlib.import_module("scaled").Scaled
+
+
+@pytest.mark.usefixtures("beside")
+def test_the_codec_passes_the_check_of_the_page() -> None:
+    """Before a hook that keeps residuals, for parameters that no rank used, too."""
+    namespace: dict[str, Any] = {}
+    exec(CHECK, namespace)
+    namespace["test_shrunk"]()
 
 
 @pytest.mark.parametrize(
