@@ -103,6 +103,7 @@ class Stack:
         def rest(
             tensor: Tensor, params: tuple[ParamSlice, ...] | None, compression_error: Tensor | None
         ) -> Awaitable[Tensor]:
+            tensor = tensor.contiguous()  # only the sum that comes back counts
             if params is None:
                 same = tensor.numel() == payload.tensor.numel()
                 params = payload.params if same else ()

@@ -20,7 +20,7 @@ from ddprun_hooks.config.options import HookSpec
 from ddprun_hooks.queue import HostCommQueue, StreamQueue
 from ddprun_hooks.registry import make_stack
 from ddprun_hooks.stack import Stack
-from ddprun_hooks.testing import run_ranks
+from ddprun_hooks.testing import check_hooks, run_hooks, run_ranks
 from tests.fake_gpu import FakeGpu
 from tests.hooks.test_exchange import Watched
 
@@ -302,6 +302,35 @@ def test_what_a_hook_returns_is_held_against_what_it_was_given(hook: Hook, what:
             future.wait()
 
     run_ranks(2, body)
+
+
+class EverySecond(Hook):
+    """A codec that reduces the even elements, then the odd ones, as they lie."""
+
+    rounds = 2
+
+    async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
+        for part in (payload.tensor[::2], payload.tensor[1::2]):
+            part.copy_(await comm.reduce(part))
+        return payload.tensor
+
+
+@pytest.mark.parametrize("rest", [[], ["bf16"], ["shared_memory"]])
+def test_a_codec_may_reduce_what_is_not_contiguous(rest: list[str]) -> None:
+    """Gloo ignores strides: it would sum the wrong elements, without an error."""
+    check_hooks([EverySecond(), *rest], ranks=2)
+
+
+@pytest.mark.parametrize(
+    "collective", [lambda comm, part: comm.all_reduce(part), lambda comm, part: comm.broadcast(part, 0)]
+)
+def test_what_changes_a_tensor_in_place_takes_a_contiguous_one(collective: Any) -> None:
+    async def hook(payload: Payload, comm: Communicator) -> Tensor:
+        await collective(comm, payload.tensor[::2])
+        return payload.tensor
+
+    with pytest.raises(ValueError, match=r"pass tensor\.contiguous\(\)"):
+        run_hooks(hook, 2, lambda rank: rank.step(0))
 
 
 class Greedy(Hook):

@@ -61,7 +61,8 @@ class Communicator:
         return Communicator(self.group, self._rest_of_stack, via_shared_memory=True)
 
     def all_reduce(self, tensor: Tensor) -> CollectiveRequest:
-        """Sum `tensor` (any shape) over the ranks, in place; gives `tensor`."""
+        """Sum `tensor` (any shape, contiguous) over the ranks, in place; gives `tensor`."""
+        _check_contiguous("all_reduce", tensor)
         return CollectiveRequest(self.group, "all_reduce", tensor, tensor, self.via_shared_memory)
 
     def all_gather(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> CollectiveRequest:
@@ -121,8 +122,17 @@ class Communicator:
         return total.to(tensor.dtype)
 
     def broadcast(self, tensor: Tensor, source: int) -> CollectiveRequest:
-        """Overwrite `tensor` with that of rank `source`, in place; gives `tensor`."""
+        """Overwrite `tensor` (contiguous) with that of rank `source`, in place; gives `tensor`."""
+        _check_contiguous("broadcast", tensor)
         return CollectiveRequest(self.group, "broadcast", tensor, tensor, source=source)
+
+
+def _check_contiguous(op: str, tensor: Tensor) -> None:
+    """Gloo ignores strides: it would sum, or overwrite, other elements of the memory."""
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"{op} changes a contiguous tensor in place: pass tensor.contiguous(), and use what comes back"
+        )
 
 
 def view_per_rank(gathered: Tensor, size: int) -> Tensor:
