@@ -1,6 +1,7 @@
 """`ddprun_hooks.testing`: hooks that keep every promise pass, and one that breaks any is told which."""
 
 import itertools
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -234,6 +235,24 @@ def test_payloads_are_fp32() -> None:
 def test_a_broken_promise_is_named(hook: Any, told: str) -> None:
     with pytest.raises(AssertionError, match=told):
         check_hooks(hook)
+
+
+class Raising(Hook):
+    """Raises on rank 1, for which the others wait."""
+
+    async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
+        if comm.rank == 1:
+            raise LookupError("only here")
+        return await comm.reduce(payload.tensor)
+
+
+def test_what_one_rank_raises_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is it hidden behind the ranks that hang because of it."""
+    monkeypatch.setattr("ddprun_hooks.testing.TIMEOUT_S", 8)
+    begin = time.monotonic()
+    with pytest.raises(LookupError, match="only here"):
+        check_hooks(Raising)
+    assert time.monotonic() - begin < 4
 
 
 def test_hook_objects_are_copied_for_each_rank() -> None:
