@@ -13,7 +13,7 @@ from ddprun_hooks import Communicator, Hook, Payload
 from ddprun_hooks.builtin.error_feedback import ErrorFeedback
 from ddprun_hooks.config import grammar
 from ddprun_hooks.config.options import BUILT_IN, HookSpec, parse_spec
-from ddprun_hooks.testing import check_hooks
+from ddprun_hooks.testing import NUMEL, check_hooks
 
 
 class Half(ErrorFeedback):
@@ -253,6 +253,33 @@ def test_what_one_rank_raises_is_not_waited_for(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(LookupError, match="only here"):
         check_hooks(Raising)
     assert time.monotonic() - begin < 4
+
+
+class Gathering(Hook):
+    """Gathers a number and a matrix, whose number of elements it says as well as it can."""
+
+    role = "reducer"
+    rounds = 2
+
+    def __init__(self, sizes: Sequence[int] | None = None) -> None:
+        self.sizes = sizes
+
+    async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
+        numbers = await comm.all_gather(payload.tensor.new_tensor(1.0))
+        assert numbers.tolist() == [1.0] * comm.size
+        matrices = await comm.all_gather(payload.tensor.view(-1, 31), self.sizes)
+        return matrices.view(comm.size, -1).sum(0)
+
+
+def test_all_gather_takes_tensors_of_any_shape_flat() -> None:
+    for sizes in (None, [NUMEL, NUMEL]):
+        check_hooks(Gathering(sizes), ranks=2)
+
+
+def test_all_gather_refuses_a_tensor_that_is_not_of_its_size() -> None:
+    """Or ranks would wait for more than is sent."""
+    with pytest.raises(ValueError, match=rf"sizes\[1\] is {NUMEL + 1}, .* rank 1 has {NUMEL} elements"):
+        check_hooks(Gathering([NUMEL, NUMEL + 1]), ranks=2)
 
 
 def test_hook_objects_are_copied_for_each_rank() -> None:

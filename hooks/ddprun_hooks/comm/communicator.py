@@ -69,12 +69,18 @@ class Communicator:
         """Gather `tensor` of every rank, in rank order.
 
         Args:
-            tensor: shape (sizes[rank],), or of one length on all ranks.
+            tensor: any shape, taken flat, of sizes[rank] elements, or of equally many on all ranks.
             sizes: elements of each rank's tensor; None if they are equal.
 
         Returns:
             Shape (sum(sizes),).
         """
+        if sizes is not None and tensor.numel() != sizes[self.rank]:
+            raise ValueError(
+                f"all_gather: sizes[{self.rank}] is {sizes[self.rank]}, but the tensor of rank {self.rank} "
+                f"has {tensor.numel()} elements"
+            )
+        tensor = tensor.reshape(-1)
         total = self.size * tensor.numel() if sizes is None else sum(sizes)
         output = tensor.new_empty(total)
         return CollectiveRequest(self.group, "all_gather", tensor, output, self.via_shared_memory, sizes)
