@@ -4,14 +4,17 @@ import importlib
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from ddprun_hooks.payload import ParamSlice
 from ddprun_hooks.stack import Stack
-from ddprun_hooks.testing import check_hooks
+from ddprun_hooks.testing import Rank, bucket_slices, check_hooks, run_hooks
 from tests.engine.running import run_pipeline, summary
 from tests.ranks import free_port
 
@@ -66,6 +69,20 @@ def test_the_codec_passes_the_check_of_the_page() -> None:
 def test_the_hook_with_state_holds_every_promise(scaled: Any, hooks: Any) -> None:
     """Equal bits, nothing lost, the same bits after a resume, no trace of a step that is rolled back."""
     check_hooks(hooks, ranks=4)
+
+
+def test_parameters_may_have_no_elements(scaled: Any) -> None:
+    """Beside others in a bucket, and in one of their own."""
+    empty = ParamSlice("empty", (0, 3), 40, 0)
+    params = (bucket_slices(["first.bias"])[0], empty, ParamSlice("last", (7,), 40, 7))
+
+    def body(rank: Rank) -> list[Tensor]:
+        rank.send(torch.zeros(0), (replace(empty, offset=0),), bucket=1)
+        return [rank.send(torch.full((47,), 0.5), params), rank.send(torch.zeros(0), ())]
+
+    for mean, nothing in run_hooks(scaled, 2, body):
+        assert torch.allclose(mean, torch.ones(47))
+        assert not nothing.numel()
 
 
 def test_its_own_state_is_merged_rolled_back_and_taken_over(scaled: Any) -> None:
