@@ -20,7 +20,11 @@ if TYPE_CHECKING:
     from ddprun_hooks.comm.communicator import Communicator
     from ddprun_hooks.payload import Payload
 
-_ONLY = "an adapted DDP communication hook may call dist.all_reduce(…, async_op=True) and chain with then()"
+_ONLY = (
+    "an adapted DDP communication hook may call dist.all_reduce(…, async_op=True), chain with then(), and "
+    "use index, buffer, set_buffer and gradients of its bucket; torch's for PowerSGD, quantisation and "
+    "post-local SGD do more"
+)
 
 
 class DdpCommHook(Hook):
@@ -58,10 +62,10 @@ class DdpCommHook(Hook):
             future.set_result([await comm.all_reduce(tensor)])
         if not mean.done():
             raise ExchangeError(f"the hook waits for something other than its process group: {_ONLY}")
-        result: Tensor = mean.value()
+        result: Any = mean.value()
         if group.requests:
             raise ExchangeError(f"the hook's result does not wait for all of its all-reduces: {_ONLY}")
-        return result
+        return result.to(payload.tensor.dtype) if isinstance(result, Tensor) else result  # as DDP casts it
 
 
 class _GradBucketStandIn:
