@@ -423,5 +423,5 @@ def _write_back(mean: Tensor, payload: Payload, stack: Stack) -> None:
             f"{returned} {tuple(mean.shape)} of {mean.dtype} for bucket {payload.bucket}, which is "
             f"{tuple(target.shape)} of {target.dtype}"
         )
-    if mean.data_ptr() != target.data_ptr():
+    if (mean.data_ptr(), mean.stride()) != (target.data_ptr(), target.stride()):
         target.copy_(mean)

@@ -291,6 +291,16 @@ class Narrow(Hook):
         return (await comm.reduce(payload.tensor)).half()
 
 
+class First(Hook):
+    async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
+        return (await comm.reduce(payload.tensor))[:1].expand(payload.tensor.numel())
+
+
+def test_a_view_of_other_strides_that_begins_with_the_payload_is_not_the_payload() -> None:
+    for mean in run_hooks(First(), 2, lambda rank: rank.step(0)):
+        assert torch.equal(mean, mean[:1].expand_as(mean))
+
+
 @pytest.mark.parametrize(("hook", "what"), [(Longer(), r"\(5,\)"), (Narrow(), "float16")])
 def test_what_a_hook_returns_is_held_against_what_it_was_given(hook: Hook, what: str) -> None:
     """DDP would take a longer tensor without a word; the queue refuses it and names the hook."""
