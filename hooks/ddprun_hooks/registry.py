@@ -123,6 +123,8 @@ def _from_target(name: str, target: Any, options: dict[str, Any]) -> Hook:
     if takes_payload and not options:
         if list(inspect.signature(target).parameters)[1] == "bucket":  # so DDP wants it
             return DdpCommHook(target)
+        if inspect.iscoroutinefunction(target.__call__):
+            raise HookSetupError(f'"{name}" is no hook: derive its class from ddprun_hooks.Hook')
         raise HookSetupError(not_async_message(name, "it is a plain function"))
     try:
         inspect.signature(target).bind(**options)

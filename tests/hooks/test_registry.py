@@ -50,6 +50,17 @@ class Decorated(Hook):
         return plain(*args)
 
 
+class OfNoBase:
+    """A hook in all but its base class."""
+
+    async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
+        return await comm.reduce(payload.tensor)
+
+
+class Encoder(Hook):
+    role = "encoder"  # type: ignore[assignment]
+
+
 not_a_hook = 3
 
 
@@ -153,9 +164,12 @@ def test_a_hook_class_that_is_not_async_is_refused_when_it_is_made(hook: Any) ->
     [
         (["noop", "fp16"], '"noop" must be alone'),
         (["fp16", "fp16"], "twice"),
+        ([Doubling(2.0), Doubling(4.0)], 'Doubling" is in this stack twice; hooks keep their state by name'),
+        ([OfNoBase()], r'^hooks\[0\]: ".*OfNoBase" is no hook: derive its class from ddprun_hooks.Hook$'),
+        ([Encoder()], "^the role of \".*Encoder\" is 'encoder'; allowed: codec, reducer, alone$"),
     ],
 )
-def test_a_stack_that_makes_no_sense_is_refused(specs: list[str], message: str) -> None:
+def test_a_stack_that_makes_no_sense_is_refused(specs: list[Any], message: str) -> None:
     """Codecs first, then at most one reducer; noop alone."""
     with pytest.raises(HookSetupError, match=message):
         make_stack(specs)

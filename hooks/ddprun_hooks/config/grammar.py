@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from ddprun_hooks.config.messages import allowed_values
 from ddprun_hooks.config.options import BUILT_IN, Role, parse_spec
 
 CASTS = frozenset({"fp16", "bf16"})
@@ -66,12 +67,18 @@ def _problems(
         if reason := _level_refusal(level, hook):
             yield StackProblem(here, f'"{name}" is not allowed in "{level}"{reason}')
             continue
-        if hook.role == "alone" and len(stack) > 1:
+        if hook.role not in (None, *get_args(Role)):
+            text = f'the role of "{name}" is {hook.role!r}; {allowed_values(get_args(Role))}'
+            yield StackProblem(here, text)
+        elif hook.role == "alone" and len(stack) > 1:
             yield StackProblem(
                 here, f'"{name}" must be alone in its stack; remove the other hooks or remove "{name}"'
             )
         elif name in previous_names and hook.role == "codec":
-            yield StackProblem(here, f'"{name}" is in this stack twice; the second has no effect; remove one')
+            why = "the second has no effect; remove one"
+            if name not in BUILT_IN:
+                why = "hooks keep their state by name; remove or rename one"
+            yield StackProblem(here, f'"{name}" is in this stack twice; {why}')
         elif name in CASTS and casts:
             yield StackProblem(here, f'"{name}" comes after "{casts[0]}": one cast is enough; remove one')
         elif reducer is not None:
