@@ -38,6 +38,7 @@ from ddprun.report.digest import digest_run
 from ddprun.telemetry.reader import Run
 from tests.ranks import Running, ddprun
 from tests.report.made_up import make
+from tests.report.pages import rewrite
 
 PIPELINE = """
 model: {mlp: {inputs: 64, hidden: [32], outputs: 10}}
@@ -131,10 +132,31 @@ def test_losses_are_compared_after_equal_samples(tmp_path: Path) -> None:
     long, short = side(tmp_path, "long", [0.01] * 8, steps=40), side(tmp_path, "short", [0.01] * 8, steps=20)
     failed = VariantRuns(Variant("failed", Path("p.yaml")), [SeedRun(tmp_path / "failed", code=1)])
     table = comparison_rows([long, short, failed])
-    expected = (1 / 19 + 1 / 20) / 2  # the last tenth of 320 samples
+    expected = (1 / 19 + 1 / 20) / 2 + 0.5  # the last tenth of 320 samples, of ranks that are 1 apart
     assert [row["loss"] for row in table] == [pytest.approx(expected), pytest.approx(expected), None]
     assert [row["loss_after_samples"] for row in table] == [320, 320, None]
     assert [row["verdict"] for row in table][2] == "failed"
+
+
+def test_losses_are_compared_over_the_same_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However rarely ranks exchange losses, and however many samples a step takes."""
+    often, rarely = (side(tmp_path, name, [0.01] * 8, steps=40) for name in ("often", "rarely"))
+
+    def exchange_rarely(record: dict[str, Any]) -> None:
+        record["mean_loss"] = 9.0 if record["step"] == 32 else None
+
+    rewrite(tmp_path / "rarely-0", "steps", exchange_rarely)
+    first, row = comparison_rows([often, rarely])
+    assert first["loss"] == row["loss"] == pytest.approx(statistics.fmean(1 / n for n in range(37, 41)) + 0.5)
+    assert row["learning"] == "learns the same"
+    rewrite(tmp_path / "often-0", "steps", lambda record: record.update(samples=12 - 8 * record["rank"]))
+    weighted = learning.loss_after(often.digests[0].run, 40 * 16)
+    assert weighted == pytest.approx(row["loss"] - 0.25)  # three quarters of a step's samples are rank 0's
+    curve = [(40, 4.0, 40), (80, 2.0, 40), (120, 1.0, 40)]
+    monkeypatch.setattr(learning, "_losses_by_samples_seen", lambda _: curve)
+    assert learning.loss_after(often.digests[0].run, 100) == 1.0
+    parts = learning.loss_after(often.digests[0].run, 84)
+    assert parts == pytest.approx((4.4 * 2.0 + 4 * 1.0) / 8.4)
 
 
 def test_how_soon_a_loss_is_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +301,7 @@ def test_the_table_has_four_forms(tmp_path: Path) -> None:
     cells = [r"[bold]a\|b", "100.0 ± 0.0", "2.00 (2.00 to 2.00)", "15%", "8.00 kB", "-"]
     assert f"| {' | '.join([*cells, 'faster, and learns the same'])} |" in lines
     assert "|  | seeds | loss | against the first |" in lines
-    assert r"| [bold]a\|b | 1 | 0.0513 | +0 |" in lines
+    assert r"| [bold]a\|b | 1 | 0.5513 | +0 |" in lines
     assert lines[-1] == "- Choose [bold]a|b: it is the fastest that does not learn worse."
     lines = compare.render(table, "text").splitlines()
     assert lines[:5] == [
@@ -292,8 +314,8 @@ def test_the_table_has_four_forms(tmp_path: Path) -> None:
     ]
     assert lines[8:11] == [
         "           seeds    loss  against the first",
-        "first          1  0.0513                  -",
-        "[bold]a|b      1  0.0513                 +0",
+        "first          1  0.5513                  -",
+        "[bold]a|b      1  0.5513                 +0",
     ]
     assert lines[-1] == "Choose [bold]a|b: it is the fastest that does not learn worse."
     assert [row["variant"] for row in json.loads(compare.render(table, "json"))] == ["first", "[bold]a|b"]

@@ -125,7 +125,7 @@ def step_record(rank: int, step: int, late: int | None, above: float) -> dict[st
         "stage": 0,
         "step": step,
         "samples": 8,
-        "loss": 1 / step + rank,
+        "loss": 1 / step + above + rank,
         "mean_loss": 1 / step + above,
         "lr": None,
         "grad_norm": None,

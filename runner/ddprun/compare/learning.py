@@ -7,9 +7,10 @@ for their mean (Student's t for pairs). One seed gives no interval.
 
 import math
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from ddprun.report.digest import RunDigest
@@ -152,8 +153,8 @@ def _learning_verdict(
 def loss_after(run: Run, samples: int) -> float | None:
     """The mean loss over the last tenth of the first `samples` of all ranks.
 
-    Each mean over ranks counts for all samples since the one before, so that all runs are compared over the
-    same samples, however often their ranks exchange losses.
+    Each rank's own loss in a step counts for the rank's samples in it: all runs are compared over the same
+    samples, however often their ranks exchange losses.
     """
     return _mean_loss_between(_losses_by_samples_seen(run), samples * (1 - _LOSS_WINDOW_SHARE), samples)
 
@@ -170,26 +171,25 @@ def samples_until_loss(run: Run, loss: float, samples: int) -> int | None:
 
 
 def _mean_loss_between(known: Sequence[tuple[int, float, int]], above: float, most: int) -> float | None:
-    counted = [(loss, own) for total, loss, own in known if above < total <= most]
-    weights = sum(own for _, own in counted)
-    return sum(loss * own for loss, own in counted) / weights if weights else None
+    """Of a step that reaches into the interval, as many samples count as are in it."""
+    inside = [(loss, min(total, most) - max(total - own, above)) for total, loss, own in known]
+    counted = [(loss, count) for loss, count in inside if count > 0]
+    weights = sum(count for _, count in counted)
+    return sum(loss * count for loss, count in counted) / weights if weights else None
 
 
 def _losses_by_samples_seen(run: Run) -> list[tuple[int, float, int]]:
-    """For each mean loss of all ranks: how many samples they had seen, the loss, and of how many it is."""
-    seen, losses = Counter[int](), dict[int, float]()
+    """For each step whose loss is known: how many samples all ranks had seen, the loss, and of how many."""
+    seen, known, sums = Counter[int](), Counter[int](), defaultdict[int, float](float)
     for rank in run.ranks:
         for line in run.step_records(rank):
             seen[line.step] += line.samples
-            if line.mean_loss is not None:
-                losses[line.step] = line.mean_loss
-    found, total, total_before = list[tuple[int, float, int]](), 0, 0
-    for step in sorted(seen):
-        total += seen[step]
-        if step in losses:
-            found.append((total, losses[step], total - total_before))
-            total_before = total
-    return found
+            if line.loss is not None:
+                known[line.step] += line.samples
+                sums[line.step] += line.loss * line.samples
+    steps = sorted(seen)
+    totals = zip(steps, accumulate(seen[step] for step in steps), strict=True)
+    return [(total, sums[step] / known[step], seen[step]) for step, total in totals if known[step]]
 
 
 # In words.
