@@ -290,6 +290,22 @@ def test_what_sends_nothing_or_diverges_is_not_chosen(tmp_path: Path) -> None:
     assert [row["chosen"] for row in table] == [True, False, False]
 
 
+def test_what_has_no_loss_to_compare_is_not_chosen(tmp_path: Path) -> None:
+    """However fast it is; and the first is not left for it if the first has none."""
+    first, unknown = side(tmp_path, "first", [0.01] * 8), side(tmp_path, "unknown", [0.005] * 8)
+    other = side(tmp_path, "other", [0.008] * 8)
+    rewrite(tmp_path / "unknown-0", "steps", lambda record: record.update(loss=None))
+    table = comparison_rows([first, unknown, other])
+    assert [row["chosen"] for row in table] == [False, False, True]
+    said = "unknown is faster (2.00 times as fast, 2.00 to 2.00), and how well it learns is not known: "
+    assert learning.comparison_sentences(table)[0] == f"{said}there is no loss to compare."
+    rewrite(tmp_path / "first-0", "steps", lambda record: record.update(loss=None))
+    table = comparison_rows([first, unknown, other])
+    assert [row["chosen"] for row in table] == [True, False, False]
+    stay = "Stay with first: what is faster learns worse, or sends no gradients, or has no loss to compare."
+    assert learning.comparison_sentences(table)[-1] == stay
+
+
 def test_the_table_has_four_forms(tmp_path: Path) -> None:
     """Text and Markdown for readers, CSV and JSON with every number."""
     first = side(tmp_path, "first", [0.01] * 8)

@@ -255,7 +255,8 @@ def _sentence(row: Row) -> str:
     if learning == SAME:
         return f"{name} {speed}, and learns the same: its losses are equal."
     if learning in (NOT_FINITE, ""):
-        return f"{name} {speed}" + (", and its loss is not finite." if learning else ".")
+        unknown = "how well it learns is not known: there is no loss to compare"
+        return f"{name} {speed}, and {'its loss is not finite' if learning else unknown}."
     key = row["decided_by"]
     difference, low, high = (row[f"{key}_difference{end}"] for end in ("", "_low", "_high"))
     size = f"its {_metric_label(key)} is {abs(difference):.3g} {'higher' if difference > 0 else 'lower'}"
@@ -270,11 +271,11 @@ def _sentence(row: Row) -> str:
 
 
 def recommended_row(rows: Sequence[Row], allowed: Sequence[bool]) -> Row | None:
-    """The fastest row of those that are `allowed` and do not learn worse; None if that is not known."""
+    """The fastest row of those that are `allowed` and known not to learn worse; None if the first is none."""
     if rows[0]["verdict"] != "the first" or rows[0]["learning"] == NOT_FINITE:
         return None
     left = [row for row, is_allowed in zip(rows, allowed, strict=True) if is_allowed]
-    left = [row for row in left if row["learning"] not in (WORSE, NOT_FINITE)]
+    left = [row for row in left if row["learning"] not in (WORSE, NOT_FINITE, "")]
     faster = [row for row in left if row["verdict"] == "faster"]
     if faster:
         return max(faster, key=lambda row: row["times_first"])
@@ -298,6 +299,7 @@ def _recommendation_sentence(first: Row, others: Sequence[Row]) -> str:
         return f"Choose {chosen['variant']}: {why}."
     if any(row["verdict"] == TOO_FEW_TURNS for row in others):
         return "There is nothing to choose yet: compare again with more `--steps`, or a smaller `--turn`."
-    if any(row["verdict"] == "faster" for row in others):
-        return f"Stay with {first['variant']}: what is faster learns worse, or sends no gradients."
+    if faster := [row["learning"] for row in others if row["verdict"] == "faster"]:
+        unknown = ", or has no loss to compare" * ("" in faster)
+        return f"Stay with {first['variant']}: what is faster learns worse, or sends no gradients{unknown}."
     return f"Stay with {first['variant']}: nothing else is faster beyond noise, or learns better."
