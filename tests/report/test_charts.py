@@ -292,6 +292,22 @@ def test_slow_steps_are_marked_and_step_times_have_percentiles(tmp_path: Path, t
     assert [(trace["x"], trace["y"]) for trace in marks] == [([50], [50.0])]
 
 
+def test_the_part_that_grew_most_is_compared_with_steps_alike(tmp_path: Path) -> None:
+    """What takes long in every step with an exchange did not grow in the slow one."""
+
+    def change(record: dict[str, Any]) -> None:
+        exchanged, slow = record["step"] % 4 == 0, record["step"] == 24
+        more = {"exposed_hook_us": 100_000 * exchanged, "forward_us": 70_000 * slow}
+        more |= {"backward_us": 71_000 * slow}
+        for part, us in more.items():
+            record[part] += us
+        record["step_us"] += sum(more.values())
+        record["mean_loss"] = 1.0 if exchanged else None
+
+    found = digest_run(Run(rewrite(make(tmp_path / "run", steps=48), "steps", change)))
+    assert found.slow_steps == [SlowStep(24, 251.0, 110.0, "backward_us")]
+
+
 def test_each_bucket_has_its_parameters_and_its_rate(tmp_path: Path) -> None:
     """2,000 bytes in 370 µs; what two buckets send at once counts once in the rate of their stack."""
     folder = make(tmp_path / "run")

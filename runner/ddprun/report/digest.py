@@ -134,7 +134,7 @@ class SlowStep(NamedTuple):
     step: int
     ms: float
     median_ms: float  # of the steps of its stage that are of its kind
-    part: str  # of a step, which is longer by most
+    part: str  # of a step, which is longer than its median in these by most
 
 
 class RankTimeline(NamedTuple):
@@ -468,11 +468,11 @@ def _add_step_times(
             stage.step_percentiles_ms = {name: lengths[place] for name, place in places.items()}
         for by_step in ms_by_kind.values():
             median_ms = median(by_step.values())
-            for step, ms in by_step.items():
-                if ms > _SLOW_STEP * median_ms:
-                    means = stage.times.mean_parts_us
-                    more = {part: columns[part].at_step(step) - means[part] for part in PARTS}
-                    slow.append(SlowStep(step, ms, median_ms, max(more, key=more.__getitem__)))
+            of_kind = [(step, ms) for step, ms in by_step.items() if ms > _SLOW_STEP * median_ms]
+            medians = {part: median(map(columns[part].at_step, by_step)) for part in PARTS} if of_kind else {}
+            for step, ms in of_kind:
+                more = {part: columns[part].at_step(step) - us for part, us in medians.items()}
+                slow.append(SlowStep(step, ms, median_ms, max(more, key=more.__getitem__)))
     digest.slow_step_count = len(slow)
     digest.slow_steps = sorted(sorted(slow, key=lambda one: one.ms)[-_MAX_SLOW_STEPS:])
 
