@@ -49,6 +49,27 @@ def test_sentences_say_where_the_time_went_and_what_to_try(tmp_path: Path) -> No
     )
 
 
+def test_more_workers_are_advised_once(tmp_path: Path) -> None:
+    """A rank that is late with its data waits for it, and the others for that rank: both would be saved."""
+    folder = make(tmp_path / "run", late=1)
+
+    def grow(record: dict[str, Any]) -> None:
+        late = record["rank"] == 1
+        record["data_us"] += 7000 if late else 4000
+        record["exposed_wait_us"] += 0 if late else 3000
+        record["step_us"] += 7000
+
+    rewrite(folder, "steps", grow)
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["stragglers"][0] |= {"cause": "data", "bucket": None, "params": []}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    assert sentences_by_stage(digest_run(Run(folder)))[""][-1] == (
+        "To try first, since nothing is lost: more `loader.workers`, or a look at the late rank's disk, "
+        "since the training thread waits for its data (saves at most 53% of a step); `loader.balance`, which "
+        "gives slow ranks fewer samples (saves at most 22% of a step)."
+    )
+
+
 def test_steps_without_a_record_count_for_whether_a_rank_was_late(tmp_path: Path) -> None:
     """Ranks are compared in them, too; of a run that has no others, it is said why there are no records."""
     folder = make(tmp_path / "run", steps=1500, every=100)

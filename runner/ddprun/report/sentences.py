@@ -21,7 +21,7 @@ _BALANCE_THRESHOLD = 0.1
 _MIN_STRAGGLER_WAIT_SHARE = 0.25  # of all waiting: a late rank that causes less is not what to begin with
 _STRAGGLER_WINDOW_STEPS = 20  # synchronising steps that stragglers are looked for in, by default
 _MIN_SPLIT_BYTES = 1 << 20  # of a bucket: a smaller one would gain little from being split
-_STRAGGLER_ADVICE = {  # for `data` it depends on what the reader can change
+_STRAGGLER_ADVICE = {  # for all causes but `data`
     "forward": "a look at what else runs on the late rank's cores or GPU, and at inputs that take longer",
     "backward": "a look at the layers of that bucket, and at what else runs on the late rank's cores or GPU",
     "optimizer": "a look at what else runs on the late rank's cores or GPU",
@@ -254,10 +254,12 @@ def _advice(digest: RunDigest, stage: StageDigest, late_ranks: Sequence[Straggle
     worst = late_ranks[0] if late_ranks else None
     if worst and _straggler_wait_share(digest, stage, worst) <= _MIN_STRAGGLER_WAIT_SHARE * shares["wait"]:
         worst = None  # another rank is the last one each time
-    if shares["wait"] > _ADVICE_THRESHOLD:
+    data_share, more_data = shares["data"], levers["workers"]
+    if worst is not None and worst.cause == "data":  # the late rank waits for data, the others for this rank
+        data_share, more_data = data_share + shares["wait"], f"{more_data}, or a look at the late rank's disk"
+    elif shares["wait"] > _ADVICE_THRESHOLD:
         if worst is not None:
-            what = f"{levers['workers']}, or a look at the late rank's disk"
-            exact.append((shares["wait"], _STRAGGLER_ADVICE.get(worst.cause, what)))
+            exact.append((shares["wait"], _STRAGGLER_ADVICE[worst.cause]))
         else:
             changing.append(_sync_less_often_phrase(digest, stage))
     late_by_samples = worst is not None and worst.cause in _CAUSES_OF_SHARES
@@ -265,8 +267,8 @@ def _advice(digest: RunDigest, stage: StageDigest, late_ranks: Sequence[Straggle
     gain = _balance_gain(stage) if late_by_samples and all_exchange else 0.0
     if levers["balance"] and gain > _BALANCE_THRESHOLD:
         exact.append((gain, levers["balance"]))
-    if shares["data"] > _ADVICE_THRESHOLD:
-        exact.append((shares["data"], f"{levers['workers']}, since the training thread waits for its data"))
+    if data_share > _ADVICE_THRESHOLD:
+        exact.append((data_share, f"{more_data}, since the training thread waits for its data"))
     if shares["sync"] > _ADVICE_THRESHOLD:
         exact.append((shares["sync"], levers["work_between_steps"]))
     if shares["other"] > _ADVICE_THRESHOLD:
