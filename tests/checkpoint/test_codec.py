@@ -86,6 +86,24 @@ def test_numbers_that_are_none_come_back() -> None:
     assert math.isnan(values[2])
 
 
+def test_sparse_tensors_come_back_as_they_were() -> None:
+    """As SGD keeps the momentum of sparse gradients: rows may stand in it twice."""
+    twice = torch.sparse_coo_tensor(torch.tensor([[1, 1, 0]]), torch.randn(3, 4), (2, 4))
+    for given in (twice, twice.coalesce(), torch.sparse_coo_tensor(size=(2, 4)).double()):
+        found = there_and_back({"a": given})["a"]
+        assert (found.shape, found.is_coalesced()) == (given.shape, given.is_coalesced())
+        assert torch.equal(found._indices(), given._indices())
+        assert_same({"a": found._values()}, {"a": given._values()})
+
+
+def test_indices_outside_of_a_sparse_tensor_are_refused() -> None:
+    """They would be written to memory of others."""
+    encoded = encode({"a": torch.eye(3).to_sparse()})
+    encoded.tensors["a/indices"][0, 0] = 3
+    with pytest.raises(ValueError, match="state is inconsistent"):
+        decode(encoded.tree, encoded.tensors)
+
+
 def test_numbers_of_numpy_come_back_as_pythons() -> None:
     """As a schedule may have computed them."""
     given = [np.float64(0.1), np.float32(0.5), np.int64(3), np.bool_(True), np.float64("-inf")]
@@ -109,7 +127,7 @@ def test_what_is_taken_apart_no_longer_follows_the_original() -> None:
         ({"a": [1, {2}]}, "a.1 is of type set"),
         ({"a": nn.Linear(1, 1)}, "a is of type torch.nn.modules.linear.Linear"),
         ({"a": np.ones(3)}, "a is of type numpy.ndarray"),
-        ({"a": torch.eye(3).to_sparse()}, "a is not a dense tensor"),
+        ({"a": torch.eye(3).to_mkldnn()}, "a is not a dense tensor"),
     ],
 )
 def test_what_cannot_be_held_is_told(state: dict[str, Any], words: str) -> None:
@@ -127,6 +145,7 @@ def test_what_cannot_be_held_is_told(state: dict[str, Any], words: str) -> None:
         {"a": {"$": "os.system", "items": ["true"]}},
         {"a": {"$": "mapping", "items": [1]}},
         {"a": {"$": ["list"]}},
+        {"a": {"$": "sparse", "parts": {"indices": 1, "values": 2}, "shape": [3], "coalesced": True}},
     ],
 )
 def test_state_that_does_not_hold_together_is_refused(tree: dict[str, Any]) -> None:

@@ -134,3 +134,17 @@ def test_sparse_adam_trains_a_model_of_sparse_gradients_alone(tmp_path: Path) ->
         .replace("sparse_words.Net", "sparse_words.Rows")
     )
     assert weights(run_pipeline(tmp_path, written(tmp_path, text), 2))["weight"].shape == (100, 3)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_a_run_with_sparse_momentum_is_resumed_bit_for_bit(tmp_path: Path) -> None:
+    """SGD keeps it as a sparse tensor."""
+    momentum = PIPELINE.replace("HOOKS", "[]").replace("adagrad: {lr: 0.1}", "sgd: {lr: 0.1, momentum: 0.9}")
+    text = written(tmp_path, momentum)
+    whole = weights(run_pipeline(tmp_path, text, 2, "whole"))
+    for steps in (7, 20):
+        codes, said = run_to_end(tmp_path, text.replace("20", str(steps)), resuming=steps == 20)
+        assert codes == [0, 0], said
+    found = weights(tmp_path / "run")
+    for name, value in whole.items():
+        assert torch.equal(found[name], value), name

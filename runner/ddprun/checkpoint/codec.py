@@ -90,6 +90,11 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _encode_tensor(value: Tensor, path: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    if value.layout == torch.sparse_coo:
+        parts = {"indices": value._indices(), "values": value._values()}
+        encoded = {key: _encode_tensor(part, f"{path}/{key}", tensors) for key, part in parts.items()}
+        shape, coalesced = list(value.shape), value.is_coalesced()
+        return {_TAG: "sparse", "parts": encoded, "shape": shape, "coalesced": coalesced}
     if value.layout != torch.strided or value.is_quantized or value.is_meta:
         raise UnstorableError(f"{path.replace('/', '.')} is not a dense tensor; a checkpoint holds no others")
     name = path
@@ -114,6 +119,11 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
             return tensors[value["name"]]
         case "complex":
             return torch.view_as_complex(tensors[value["name"]])
+        case "sparse":
+            parts, flag = _decode(value["parts"], tensors), value["coalesced"]
+            return torch.sparse_coo_tensor(
+                **parts, size=value["shape"], is_coalesced=flag, check_invariants=True
+            )
         case "float":
             return float(value["value"])
         case "tuple":
