@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from ddprun import EXIT_BAD_INPUT
 from ddprun.config import load, metric_names
 from ddprun.engine.evaluate import passes_of_rank
 from ddprun.engine.worker import run_worker
-from tests.engine.running import events, run_pipeline, summary
+from tests.engine.running import events, run_pipeline, run_to_end, summary
 from tests.ranks import as_processes
 
 MODULE = """
@@ -103,6 +104,30 @@ def top(output, target):
     return 7.0
 
 
+class Named(Padded):
+    def __getitem__(self, place):
+        output, targets = sample(place)
+        return output, {"classes": targets}
+
+
+def of_named(output, target):
+    return nn.functional.cross_entropy(output, target["classes"])
+
+
+class Focal(nn.CrossEntropyLoss):
+    def __init__(self):
+        super().__init__(torch.tensor([1.0, 20.0, 3.0, 0.1]))
+
+    def forward(self, output, target):
+        sure = output.softmax(1).gather(1, target.clamp(0)[:, None])[:, 0]
+        weights = self.weight[target.clamp(0)]
+        return (-weights * (1 - sure) * sure.log())[target != IGNORED].mean()
+
+
+def vector(output, target):
+    return output.mean((0, 2))
+
+
 def together(output, target):
     right = (output.argmax(1) == target).double().mean()
     dist.all_reduce(right)
@@ -191,6 +216,34 @@ def test_a_losss_own_ignore_index_and_weights_hold(
     found = summary(run)["metrics"]
     assert found["accuracy"] == accuracy
     assert found["perplexity"] == pytest.approx(math.exp(expected), rel=1e-6)
+
+
+def test_a_class_derived_from_a_loss_may_have_another_mean(tmp_path: Path) -> None:
+    """Here over targets, though each is weighted: the weights of classes do not count."""
+    text = pipeline(tmp_path, LOSS="mine.Focal", SIZE="3", METRICS="[accuracy]")
+    run = run_pipeline(tmp_path, text, 2)
+    space: dict[str, Any] = {}
+    exec((tmp_path / "mine.py").read_text(), space)
+    expected, *_ = by_hand(tmp_path, run, space["Focal"](), -100)
+    assert summary(run)["metrics"]["loss"] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("metric", "words"),
+    [
+        ("mine.vector", "the metric gives shape (4,); expected one number"),
+        (
+            "accuracy",
+            "accuracy compares tensors: the output is float32 (4, 4, 6), the targets are {classes: ",
+        ),
+    ],
+)
+def test_what_a_metric_cannot_take_or_give_is_told(tmp_path: Path, metric: str, words: str) -> None:
+    text = pipeline(tmp_path, METRICS=f"[{metric}]", LOSS="mine.of_named", DATA="mine.Named")
+    codes, said = run_to_end(tmp_path, text.replace("train: mine.Padded", "train: mine.Named"))
+    assert codes == [EXIT_BAD_INPUT] * 2
+    assert f"stages[2].evaluate.metrics[0]: {words}" in " ".join(said.split())
+    assert "Traceback" not in said
 
 
 def test_metrics_of_one_name_are_told_apart(tmp_path: Path) -> None:

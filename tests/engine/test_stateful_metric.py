@@ -130,6 +130,24 @@ def test_batch_size_and_ranks_change_nothing(tmp_path: Path, metrics: str) -> No
     assert found[0]["samples"] == 359
 
 
+@needs_torchmetrics
+def test_the_pages_metric_of_logits_does_not_depend_on_batches() -> None:
+    """As torchmetrics' own does, which takes a batch whose logits lie in [0, 1] for probabilities."""
+    page = (Path(__file__).parents[2] / "docs" / "your-own.md").read_text(encoding="utf-8")
+    space: dict[str, Any] = {}
+    exec(page[page.index("from torchmetrics") : page.index("```", page.index("from torchmetrics"))], space)
+    generator = torch.Generator().manual_seed(0)
+    output, target = torch.randn(40, generator=generator), torch.arange(40) % 2
+    for name, alike in (("AUROC", True), ("BinaryAUROC", False)):
+        values = []
+        for size in (1, 40):
+            metric = space[name]()
+            for batch in zip(output.split(size), target.split(size), strict=True):
+                metric.update(*batch)
+            values.append(metric.compute())
+        assert (values[0] == values[1]) == alike
+
+
 def test_a_rank_without_samples_adds_nothing(tmp_path: Path) -> None:
     """Two held-out samples on three ranks."""
     data = "{synthetic: {samples: 24, held_out: 2}}"

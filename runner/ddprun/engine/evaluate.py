@@ -20,12 +20,12 @@ from ddprun.engine import build, seeding
 from ddprun.engine.build import HeldOutData
 from ddprun.engine.data import BatchDataset, ErrorFactory, all_gather_number, is_iterable, load_batches
 from ddprun.engine.objective import ForwardResult
-from ddprun.engine.samples import batch_or_raise, collate, describe_tensor, digest_of
+from ddprun.engine.samples import batch_or_raise, collate, describe_sample, describe_tensor, digest_of
 from ddprun.engine.save import saved_step, write_weights_and_pipeline
 from ddprun.engine.session import Best, Session
 from ddprun.engine.stage_run import StageRun, averaged_weights, eval_model, make_buffers_equal
 from ddprun.engine.state import take_checkpoint
-from ddprun.engine.stateful_metric import StatefulMetric, add_metric_notes
+from ddprun.engine.stateful_metric import StatefulMetric, add_metric_notes, one_number
 from ddprun_hooks.errors import format_ranks
 
 _T = TypeVar("_T")
@@ -298,7 +298,8 @@ def _metrics(
             if isinstance(metric, StatefulMetric):
                 metric.select, found[name] = select, metric
             else:
-                custom = partial(_custom_metric, objective.has_batch_weights, metric)
+                make_error = partial(loaded.error, place)
+                custom = partial(_custom_metric, objective.has_batch_weights, metric, make_error)
                 found[name] = MeanMetric(custom, select=select)
         elif choice.name == "accuracy":
             own = objective.loss is None  # the model's, which may have classes on its last dimension
@@ -328,6 +329,10 @@ def _accuracy(
 ) -> Sums:
     """Classes lie on dimension 1 of the output, as for torch's cross_entropy, or on another of `dims`."""
     output, target = result.output, result.target
+    if not (isinstance(output, Tensor) and isinstance(target, Tensor)):
+        text = f"accuracy compares tensors: the output is {describe_sample(output)}, the targets are "
+        allowed = "write output: … and target: … beside the metric, or name a function of (output, target)"
+        raise make_error(f"{text}{describe_sample(target)}", allowed)
     if target.is_floating_point():
         text = f"accuracy compares class numbers, and the targets are {describe_tensor(target)}"
         raise make_error(text, "evaluate on class numbers, or name a function of (output, target)")
@@ -348,17 +353,19 @@ def _accuracy(
 def _custom_metric(
     by_weight: bool,
     metric: Callable[[Any, Any], Any],
+    make_error: ErrorFactory,
     result: ForwardResult,
     samples: int,
     weight: Tensor | float,
 ) -> Sums:
     count = float(weight) if by_weight else samples
     try:
-        value = float(metric(result.output, result.target))
-        return value * count if count else 0.0, count
+        returned = metric(result.output, result.target)
     except Exception as error:
         add_metric_notes(error, "metric", result)
         raise
+    value = one_number(returned, "the metric", make_error)
+    return value * count if count else 0.0, count
 
 
 def _batches(session: Session, held_out: HeldOutData) -> Iterator[tuple[Any, int]]:

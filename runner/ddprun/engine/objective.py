@@ -400,12 +400,15 @@ def _numbers_beside_loss(returned: Any, loss: Tensor) -> dict[str, Tensor]:
 
 
 def _count_weighted_targets(target: Tensor, loss: Any, ignored: int | None) -> Tensor | int:
-    """How many targets count; of a cross-entropy each by its class's weight. `ignored`: None is -100."""
+    """How many targets count; of torch's own cross-entropy each by its class's weight: a class derived from
+    it may compute another mean. `ignored`: None is -100.
+    """
     by_class = isinstance(loss, _CROSS_ENTROPIES)
+    weighted = by_class and any(type(loss).forward is known.forward for known in _CROSS_ENTROPIES)
     if target.is_floating_point():  # of a cross-entropy probabilities of classes, which lie on dimension 1
         return target.numel() // (target.shape[min(1, target.dim() - 1)] if by_class else 1)
     counts = target != (-100 if ignored is None else ignored)
-    if not by_class or loss.weight is None:
+    if not weighted or loss.weight is None:
         return counts.sum()
     of_classes: Tensor = loss.weight.to(target.device)
     return of_classes[target[counts]].sum(dtype=torch.promote_types(of_classes.dtype, torch.float32))

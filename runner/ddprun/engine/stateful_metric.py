@@ -78,11 +78,7 @@ class StatefulMetric:
     def _compute_number(self, metric: Any) -> float:
         for part in _torchmetrics_parts(metric) or ():
             part._to_sync = False  # it would gather by itself, over another process group
-        value = metric.compute()
-        if not isinstance(value, Tensor | int | float) or (isinstance(value, Tensor) and value.numel() != 1):
-            given = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise self._make_error(f"compute gives {given}", "expected one number, as with average: macro")
-        return float(value)
+        return one_number(metric.compute(), "compute", self._make_error)
 
     def _state(self) -> dict[str, Any]:
         parts = _torchmetrics_parts(self._metric)
@@ -124,6 +120,17 @@ class StatefulMetric:
                 keep = reduce is None or (listed and not joined)
                 setattr(part, name, joined if keep else reduce(joined))
         return first
+
+
+def one_number(value: Any, source: str, make_error: ErrorFactory) -> float:
+    """What a metric returns, which `source` computed."""
+    try:
+        if not (isinstance(value, Tensor) and value.numel() != 1):
+            return float(value)
+    except (TypeError, ValueError):
+        pass
+    given = f"shape {tuple(value.shape)}" if hasattr(value, "shape") else type(value).__name__
+    raise make_error(f"{source} gives {given}", "expected one number, as with average: macro")
 
 
 def add_metric_notes(error: Exception, name: str, result: ForwardResult) -> None:
