@@ -343,7 +343,8 @@ def _accuracy(
         text = f"the output is {describe_tensor(output)}, the targets {describe_tensor(target)}"
         several = "may be on either dimension" if fitting else "are on no dimension that fits the targets"
         raise make_error(f"the classes {several}: {text}", "name a function of (output, target)")
-    right = output.argmax(*fitting) == target
+    (of_classes,) = fitting
+    right = output.argmax(of_classes) == target
     if ignored is None:
         return right.sum(), right.numel()
     counts = target != ignored
