@@ -229,17 +229,20 @@ class Net(torch.nn.Module):
         super().__init__()
         self.line = torch.nn.Linear(64, 10)
         self.register_buffer("mean", torch.zeros(64))
+        self.register_buffer("scale", torch.ones(1))
 
     def forward(self, x):
         x = x.flatten(1)
         if self.training:
             self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
-        return self.line(x - self.mean)
+        return self.line(x - self.mean) * self.scale
 """
 
 
 def test_buffers_that_training_reads(tmp_path: Path, capsys: Out) -> None:
-    """They are sent before the first forward pass of a step, and are in the bytes."""
+    """They are sent before the first forward pass of a step, and are in the bytes. What does not change is
+    compared.
+    """
     (tmp_path / "reads_its_buffers.py").write_text(READS)
     file = tmp_path / "reads.yaml"
     file.write_text("model: reads_its_buffers.Net\ndata: digits\noptimizer: sgd\naccumulate: 3\n")
@@ -250,6 +253,9 @@ def test_buffers_that_training_reads(tmp_path: Path, capsys: Out) -> None:
     assert before["sent"]["all_ranks"] == 64 * 4
     assert backward["sent"]["all_ranks"] == 2 * 650 * 4
     assert found["stages"][0]["mean_step"]["all_ranks"] == 64 * 4 + 2 * 650 * 4
+    out = folded(said(file, capsys))
+    assert "1 of 2 buffers change in training (mean, 256 bytes), and training may read them." in out
+    assert "Ranks compare the unchanged ones when they compare parameters." in out
 
 
 def test_control_messages_where_exchanges_go_on_beside_training(file: Path, capsys: Out) -> None:

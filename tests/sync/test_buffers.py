@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ddprun.engine.seeding import preserve_state
-from ddprun.sync.buffers import BufferUse, clone_buffers, is_counter, probe_buffer_use
+from ddprun.sync.buffers import BufferUse, clone_buffers, is_counter, load_buffers, probe_buffer_use
 from ddprun.zoo.data import digits
-from tests.engine.running import events, lines, run_pipeline, weights
+from tests.engine.running import events, lines, run_pipeline, run_to_end, weights
 from tests.ranks import as_processes
 
 MODELS = """
@@ -66,6 +66,15 @@ class Centred(nn.Module):
                 self.mean.lerp_(flat.mean(0), 0.1)
         return out
 
+class Highest(Centred):
+    '''A second pass on the same batch leaves its buffer as it is.'''
+
+    def forward(self, images):
+        flat = images.flatten(1)
+        if self.training:
+            self.mean.copy_(torch.maximum(self.mean, flat.amax(0)))
+        return self.layer(flat / (1 + self.mean))
+
 class Rebound(Centred):
     '''Its mean is another tensor after each pass.'''
 
@@ -105,6 +114,32 @@ class Late(Constant):
             if self.calls > 3 and os.environ["RANK"] == "1":
                 self.mask.mul_(0.5)
         return super().forward(images)
+
+class Backward(Constant):
+    '''The mask changes in backward passes.'''
+
+    def forward(self, images):
+        out = super().forward(images)
+        if self.training:
+            out.register_hook(lambda gradient: gradient + 0 * self.mask.add_(gradient.norm()).sum())
+        return out
+
+class Norm(nn.Module):
+    '''Its norm layer changes from the first or the fourth training pass on, and reads from the fourth on.'''
+
+    def __init__(self, frozen):
+        super().__init__()
+        self.frozen, self.calls = frozen, 0
+        self.layers = nn.ModuleList([nn.BatchNorm1d(64, affine=False), nn.Linear(64, 10)])
+
+    def forward(self, images):
+        flat = images.flatten(1)
+        self.calls += self.training
+        if self.frozen and self.calls > 3:
+            self.layers[0].eval()
+        if self.frozen or self.calls > 3:
+            flat = self.layers[0](flat)
+        return self.layers[1](flat)
 
 class Skewed(Constant):
     '''The mask changes on rank 1 alone; ranks add up their outputs.'''
@@ -194,7 +229,7 @@ def test_constant_buffers_are_never_sent(tmp_path: Path) -> None:
     """Nor are whole numbers that all ranks have alike."""
     folder = run(tmp_path, "nets.Constant")
     assert verdict(folder)["constant"] == ["mask", "order"]
-    assert verdict(folder)["verdict"] == "none of 2 buffers changes in training: nothing is sent"
+    assert verdict(folder)["verdict"] == "none of 2 buffers changes in a training pass: nothing is sent"
     assert sent(folder) == {}
 
 
@@ -205,13 +240,13 @@ def test_what_training_reads_is_sent_before_a_step(tmp_path: Path) -> None:
     assert sent(folder) == {1: 256, 2: 256, 3: 256, 4: 256, 5: 2 * 256}
 
 
-def by_hand(closure: bool) -> dict[str, Any]:
+def by_hand(name: str, closure: bool) -> dict[str, Any]:
     """Five steps of two micro-batches under DDP, which sends buffers itself: what rank 0 has then."""
     dist.init_process_group("gloo")
     scope: dict[str, Any] = {}
     exec(MODELS, scope)
     torch.manual_seed(0)
-    model = scope["Centred"]()
+    model = scope[name]()
     ddp = DistributedDataParallel(model)
     optimizer = (scope["Again"] if closure else torch.optim.SGD)(model.parameters(), lr=0.05)
     data = digits(held_out=0.2, split_seed=0, folder=Path()).train
@@ -231,14 +266,14 @@ def by_hand(closure: bool) -> dict[str, Any]:
     return {name: value.numpy() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("closure", [False, True])
-def test_several_micro_steps_send_once_as_under_ddp(tmp_path: Path, closure: bool) -> None:
+@pytest.mark.parametrize(("name", "closure"), [("Centred", False), ("Centred", True), ("Highest", False)])
+def test_several_micro_steps_send_once_as_under_ddp(tmp_path: Path, name: str, closure: bool) -> None:
     """Ranks read their own buffers in between: bit for bit, in each call of a closure, too."""
     optimizer = "nets.Again" if closure else "sgd"
-    folder = run(tmp_path, "nets.Centred", "accumulate: 2", optimizer=optimizer)
+    folder = run(tmp_path, f"nets.{name}", "accumulate: 2", optimizer=optimizer)
     each = 512 if closure else 256
     assert sent(folder) == {1: each, 2: each, 3: each, 4: each, 5: each + 256}
-    theirs = as_processes(2, by_hand, closure)[0]
+    theirs = as_processes(2, by_hand, name, closure)[0]
     assert all(torch.equal(weights(folder)[name], torch.from_numpy(theirs[name])) for name in theirs)
 
 
@@ -272,11 +307,35 @@ def test_caches_that_passes_make_are_left_to_them(tmp_path: Path) -> None:
     assert all(torch.equal(value, found["Cached"][name]) for name, value in found["Centred"].items())
 
 
-def test_a_buffer_that_changes_later_is_sent_all_the_same(tmp_path: Path) -> None:
-    """Values are looked at before each evaluate: the change of one rank counts."""
-    folder = run(tmp_path, "nets.Late")
+@pytest.mark.parametrize("model", ["nets.Late", "{nets.Norm: {frozen: false}}"])
+def test_a_buffer_that_changes_later_is_sent_all_the_same(tmp_path: Path, model: str) -> None:
+    """Values are looked at before each evaluate. Until then a norm layer's statistics may differ."""
+    more = "audit: {on_drift: continue}" if model == "nets.Late" else ""
+    folder = run(tmp_path, model, more)
     assert verdict(folder)["changing"] == []
-    assert sent(folder) == {5: 256}
+    assert sent(folder) == {5: 256 if more else 512}
+
+
+@pytest.mark.parametrize(
+    ("model", "steps", "name", "where"),
+    [
+        ("nets.Late", "steps: 5", "mask", "at the end of stages[0].train"),
+        ("nets.Late", "steps: 5, evaluate: {every: 4}", "mask", "in stages[0].train, step 4"),
+        ("nets.Backward", "steps: 5", "mask", "after step 1 of stages[0].train"),
+        ("{nets.Norm: {frozen: true}}", "steps: 5", "layers.0.running_mean", "at the end of stages[0].train"),
+    ],
+)
+def test_a_buffer_that_is_not_sent_and_differs_ends_the_run(
+    tmp_path: Path, model: str, steps: str, name: str, where: str
+) -> None:
+    """It is named, with the way out."""
+    (tmp_path / "nets.py").write_text(MODELS)
+    text = PIPELINE.replace("MODEL", model).replace("OPTIMIZER", "sgd").replace("steps: 5", steps)
+    codes, printed = run_to_end(tmp_path, text.replace("MORE", ""))
+    assert codes == [1, 1]
+    text = "the ranks hold different buffers, which the sync policy does not allow"
+    assert f'{where} {text}: "{name}"' in printed
+    assert "Write buffers: every_forward" in printed
 
 
 def test_what_changes_on_one_rank_is_found_though_the_model_calls_collectives(tmp_path: Path) -> None:
@@ -351,6 +410,31 @@ def test_a_probe_leaves_no_trace() -> None:
     assert found.changing == ("running_mean", "running_var")
     for name, buffer in model.named_buffers():
         assert buffer.numpy().tobytes() == before[name].numpy().tobytes()
+
+
+class OwnNorm(nn.BatchNorm1d):
+    """It might do anything."""
+
+
+@pytest.mark.parametrize(
+    ("layer", "read"),
+    [
+        (nn.BatchNorm1d(3), False),
+        (nn.InstanceNorm1d(3, track_running_stats=True), False),
+        (OwnNorm(3), True),
+        (nn.Sequential(nn.BatchNorm1d(3), OwnNorm(3)), True),
+    ],
+)
+def test_only_torchs_own_norm_layers_are_known_not_to_read(layer: nn.Module, read: bool) -> None:
+    """Though two passes come out the same."""
+    samples = torch.randn(4, 3, 5)
+
+    def forward(buffers: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        with preserve_state(torch.device("cpu"), layer):
+            load_buffers(layer, buffers)
+            return layer(samples).sum().detach(), clone_buffers(layer)
+
+    assert probe_buffer_use(layer, forward).read_in_training is read
 
 
 @pytest.mark.parametrize(

@@ -328,7 +328,7 @@ class Timings(Options):
 
 
 class Audit(Options):
-    """Whether parameters are compared between ranks."""
+    """Whether parameters, and buffers that `buffers: auto` does not send, are compared between ranks."""
 
     every: NonNegativeInt = 0
     """Compare at every n-th step of a stage, and record how far apart ranks are; 0 only looks for drift that

@@ -1,4 +1,6 @@
-"""Audits of a run: whether ranks hold the same parameters where the sync policy says so."""
+"""Audits of a run: whether ranks hold the same parameters, and buffers that are not sent."""
+
+from torch import Tensor
 
 from ddprun.engine.session import Session
 from ddprun.sync.audit import audit
@@ -10,12 +12,17 @@ _CAUSES = (
     "reentrant checkpointing of a module that is called twice (write use_reentrant=False), a library that "
     "computes differently there, or failing memory"
 )
+_CAUSE_OF_BUFFERS = (
+    "buffers: auto does not send it in training, by what the passes before step 1 did. Write buffers: "
+    "every_forward, which sends all buffers as DDP does"
+)
 
 
 def audit_parameters(
     session: Session, where: str, step: int, *, at_end: bool = False, recorded: bool = True
 ) -> None:
-    """Compare the ranks' parameters at the moment `where`, after `step` steps; called by all ranks together.
+    """Compare the ranks' parameters, and buffers that `auto` takes to be equal, at the moment `where`, after
+    `step` steps; called by all ranks together.
 
     `at_end`: a stage has just made them equal. `recorded`: it is one of the file's own `audit`, if that asks
     for any, and is reported. Raises DisagreementError if ranks wrongly differ and the file says `stop`.
@@ -29,7 +36,11 @@ def audit_parameters(
     if state.replicas.parameters == "host":
         groups = runtime.ranks.placement.split_by_host(state.replicas.hosts)
         exempt = frozenset(runtime.frozen.parameters)  # made equal where all ranks synchronise
-    result = audit(runtime.model, runtime.exchange.control, groups, exempt, measure_allowed=recorded)
+    buffers, last = dict[str, Tensor](), state.synchronizer
+    if state.replicas.parameters == "common" and last is not None and not last.plan.never_exchanges:
+        buffers = runtime.buffers.assumed_equal()
+    compared = {**dict(runtime.model.named_parameters()), **buffers}
+    result = audit(compared, runtime.exchange.control, groups, exempt, measure_allowed=recorded)
     drifted = bool(result.differing) and state.replicas.parameters != "apart"
     if not (drifted or recorded):
         return
@@ -49,11 +60,14 @@ def audit_parameters(
         reporter.report_audit(result, step, at_end=at_end)
         return
     names, ranks_text = result.differing, ", ".join(map(str, result.odd_ranks))
-    more = f" and {len(names) - 1} more parameters differ" if len(names) > 1 else " differs"
+    kind, causes = "parameters", _CAUSES
+    if names[0] in buffers:
+        kind, causes = "buffers", _CAUSE_OF_BUFFERS
+    more = f" and {len(names) - 1} more {kind} differ" if len(names) > 1 else " differs"
     text = (
-        f"{where} the ranks hold different parameters, which the sync policy does not allow: "
+        f"{where} the ranks hold different {kind}, which the sync policy does not allow: "
         f'"{names[0]}"{more} on rank {ranks_text}; the largest difference is '
-        f'{result.largest_distance:.3g}, in "{result.farthest}". {_CAUSES}'
+        f'{result.largest_distance:.3g}, in "{result.farthest}". {causes}'
     )
     if wanted.on_drift == "stop":
         raise DisagreementError(text)

@@ -358,9 +358,9 @@ def eval_model(session: Session) -> Iterator[None]:
     modes = [(module, module.training) for module in runtime.model.modules()]
     with (
         seeding.preserve_rng_state(runtime.device),
-        runtime.buffers.temporarily_equal(),
         runtime.frozen.temporarily_equal(),
-        averaged_weights(session),
+        averaged_weights(session),  # compares ranks before buffers are made equal
+        runtime.buffers.temporarily_equal(),
     ):
         runtime.model.eval()
         try:

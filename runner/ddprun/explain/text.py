@@ -137,6 +137,8 @@ def _buffers_text(stage: StageExplanation, settings: StepStageSettings, explaine
     elif use.changing:
         also = " also" if moments else ""
         when += f" They are{also} sent before evaluate and save."
+    if use.constant and setting.when == "auto" and not settings.plan.never_exchanges:
+        when += " Ranks compare the unchanged ones when they compare parameters."
     all_bytes = format_bytes(sum(one.nbytes for one in explained.buffers.values()))
     ddp = f"DDP's own broadcast would send {all_bytes} in each step."
     return f"{flow_yaml(setting.to_plain_data())}: {use.describe()}. {when} {ddp}"

@@ -1,4 +1,4 @@
-"""The parameter audit: do all ranks hold the same weights, and if not, how far are they apart?"""
+"""The parameter audit: do all ranks hold the same values, and if not, how far are they apart?"""
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 
@@ -18,42 +18,41 @@ _HASH_MULTIPLIERS = (-7046029254386353131, -4658895280553007687, 636413622384679
 class AuditResult(BaseModel, strict=True, frozen=True):
     """What one audit found; the same on every rank."""
 
-    differing: tuple[str, ...]  # parameters of which not all ranks hold the same, in the model's order
+    differing: tuple[str, ...]  # tensors of which not all ranks hold the same, in the order given
     odd_ranks: tuple[int, ...]  # ranks that differ from the majority in the first of them
-    largest_distance: float  # between two ranks, in one value of any parameter; 0 if all are equal
-    farthest: str  # the parameter of that value; empty if all are equal
+    largest_distance: float  # between two ranks, in one value of any tensor; 0 if all are equal
+    farthest: str  # the tensor of that value; empty if all are equal
 
 
 def audit(
-    model: nn.Module,
+    named: Mapping[str, Tensor],
     control: ControlChannel,
     groups: Sequence[Sequence[int]] | None = None,
     exempt: Container[str] = (),
     *,
     measure_allowed: bool = True,
 ) -> AuditResult:
-    """Compare parameters between ranks by checksum, and those that differ by value. Called by all ranks
+    """Compare tensors between ranks by checksum, and those that differ by value. Called by all ranks
     together. Its traffic is in no record.
 
     Within each of `groups` they have to be equal (None: on all ranks), but for the names in `exempt`.
     `measure_allowed`: by value also where none differs that has to be equal. Distances are over all ranks.
     """
-    parameters = dict(model.named_parameters())
-    found = gather_checksums(parameters, control, "checksums of the parameters")
-    odd, unequal = odd_ranks(found, groups), (found != found[0]).any(0)  # (ranks, parameters), (parameters,)
-    judged = zip(parameters, odd.any(0), strict=True)
+    found = gather_checksums(named, control, "checksums of the parameters")
+    odd, unequal = odd_ranks(found, groups), (found != found[0]).any(0)  # (ranks, tensors), (tensors,)
+    judged = zip(named, odd.any(0), strict=True)
     differing = [name for name, differs in judged if differs and name not in exempt]
     if not (differing or measure_allowed):
         unequal[:] = False
     distances = {
-        name: _largest_difference(param, control)
-        for (name, param), differs in zip(parameters.items(), unequal, strict=True)
+        name: _largest_difference(tensor, control)
+        for (name, tensor), differs in zip(named.items(), unequal, strict=True)
         if differs
     }
     farthest = max(distances, key=lambda name: distances[name], default="")
     ranks: list[int] = []
     if differing:
-        ranks = odd[:, list(parameters).index(differing[0])].nonzero().flatten().tolist()
+        ranks = odd[:, list(named).index(differing[0])].nonzero().flatten().tolist()
     return AuditResult(
         differing=tuple(differing),
         odd_ranks=tuple(ranks),
@@ -103,9 +102,9 @@ def _checksum(tensor: Tensor) -> Tensor:
     return total ^ (total >> 32)  # its high bits depend on all others
 
 
-def _largest_difference(param: Tensor, control: ControlChannel) -> float:
-    """The largest difference between two ranks in one value of a parameter; NaN if one holds a NaN."""
-    real = as_real(param.detach())
+def _largest_difference(tensor: Tensor, control: ControlChannel) -> float:
+    """The largest difference between two ranks in one value of a tensor; NaN if one holds a NaN."""
+    real = as_real(tensor.detach())
     values = real.to(torch.promote_types(real.dtype, torch.float32)).reshape(-1)
     highest = control.largest(values, "the largest value, for the audit")
     lowest = control.largest(values.neg(), "the smallest value, for the audit").neg_()

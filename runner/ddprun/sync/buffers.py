@@ -11,6 +11,7 @@ from typing import Self, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from ddprun.sync.audit import checksums, gather_checksums, odd_ranks
 from ddprun.sync.exchanger import ParameterExchanger, can_be_averaged, restore_values_on_exit
@@ -26,7 +27,7 @@ class BufferUse:
     changing: tuple[str, ...] = ()  # those that a training forward pass changes, counters aside
     constant: tuple[str, ...] = ()  # those that it leaves as they are
     counters: tuple[str, ...] = ()  # of one element: every rank counts the same, so they are not sent
-    read_in_training: bool = False  # a training forward pass comes out differently when `changing` has
+    read_in_training: bool = False  # a training pass may depend on `changing`
     changing_bytes: int = 0  # size of the changing ones
 
     @classmethod
@@ -45,20 +46,32 @@ class BufferUse:
         return BufferPlan(setting, sent, self.changing, self.read_in_training, gradients_everywhere)
 
     def describe(self) -> str:
-        """How many change in training, and whether training reads them."""
+        """How many change in training, and whether training may read them."""
         total = len(self.changing) + len(self.constant) + len(self.counters)
         if not total:
             return "the model has no buffers"
         if not self.changing:
-            return f"none of {total} buffers changes in training"
+            return f"none of {total} buffers changes in a training pass"
         facts = f"{abbreviated_list(self.changing, 2)}, {self.changing_bytes} bytes"
         change = f"{len(self.changing)} of {total} buffers change in training ({facts})"
-        return f"{change}, and training {'reads' if self.read_in_training else 'never reads'} them"
+        return f"{change}, and training {'may read' if self.read_in_training else 'never reads'} them"
 
 
 def is_counter(buffer: Tensor) -> bool:
     """A whole number that counts something, such as BatchNorm's batches."""
     return buffer.numel() == 1 and not can_be_averaged(buffer)
+
+
+def norm_statistics(modules: Iterable[tuple[str, nn.Module]]) -> set[str]:
+    """The buffers of torch's own batch and instance norm layers, which write them in training, and read them
+    in evaluation mode alone.
+    """
+    return {
+        name
+        for prefix, module in modules
+        if isinstance(module, _NormBase) and type(module).__module__.startswith("torch.nn.modules.")
+        for name, _ in module.named_buffers(prefix, recurse=False)
+    }
 
 
 def clone_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -79,7 +92,8 @@ def probe_buffer_use(
     """Find out by value what training forward passes do with the buffers.
 
     `forward` is a pass in training mode that leaves no trace, on one batch with the same random numbers: from
-    buffers that have other values, by name, to the loss and the buffers after it.
+    buffers that have other values, by name, to the loss and the buffers after it. That two losses are equal
+    proves little (a second pass leaves a moving minimum as it is), so it counts for `norm_statistics` alone.
     """
     before = clone_buffers(model)
     first, after = forward({})
@@ -91,8 +105,8 @@ def probe_buffer_use(
         and not _bitwise_equal(buffer, now)
     ]
     second, _ = forward(after)  # whatever changed here: a model may call collectives
-    read = bool(changing) and not _bitwise_equal(second, first)
-    return BufferUse.from_changes(before, changing, read=read)
+    unread = norm_statistics(model.named_modules()).issuperset(changing) and _bitwise_equal(second, first)
+    return BufferUse.from_changes(before, changing, read=bool(changing) and not unread)
 
 
 def merge_buffer_use(found: BufferUse, model: nn.Module, control: ControlChannel) -> BufferUse:
@@ -142,6 +156,15 @@ class BufferSync:
         comes before the first pass of a step, of a turn, and of a call of a closure.
         """
         return self.average_or_broadcast(self.plan.before_forward())
+
+    def assumed_equal(self) -> dict[str, Tensor]:
+        """Those that `auto` does not send in a stage's steps, although a forward pass may read them."""
+        if self.plan.setting.when != "auto":
+            return {}
+        not_read = norm_statistics(named for named in self._model.named_modules() if named[1].training)
+        sent = self.plan.changing if self.plan.read_in_training else ()
+        held = self._named
+        return {name: held[name] for name in self.plan.names if name not in not_read and name not in sent}
 
     def before_evaluate_or_save(self) -> tuple[str, ...]:
         """Make all ranks' buffers equal, unless the setting is `never`: an evaluate or a save stage comes.

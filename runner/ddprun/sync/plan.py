@@ -219,8 +219,9 @@ class BufferSettings(Options):
     """When ranks make their buffers equal, such as BatchNorm's running statistics, and how."""
 
     when: Literal["auto", "every_forward", "every", "before_evaluate", "never"] = "auto"
-    """`auto` finds out by value what changes; `every` is after every n-th step. All but `never` also make
-    them equal before evaluate and save."""
+    """`auto` sends before a forward pass what passes before step 1 change, unless all of that belongs to
+    torch's own batch or instance norm layers and the loss does not depend on it; `every` is after every n-th
+    step. All but `never` also make buffers equal before evaluate and save."""
 
     every: PositiveInt | None = None
     """Steps from one time to the next; implies `when: every`."""
@@ -256,7 +257,7 @@ class BufferPlan:
     setting: BufferSettings
     names: tuple[str, ...]  # all but counters, in the model's order
     changing: tuple[str, ...]  # those that a training forward pass changes
-    read_in_training: bool  # a forward pass comes out differently when the changing ones have
+    read_in_training: bool  # a forward pass may depend on the changing ones
     gradients_everywhere: bool  # in every step; else a forward pass is no time to synchronise, either
 
     def before_forward(self) -> tuple[str, ...]:
