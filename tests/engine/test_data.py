@@ -214,6 +214,19 @@ def test_what_loading_processes_draw_depends_on_the_batch_alone() -> None:
     assert draws(2, 2) == whole[2:]
 
 
+def test_batches_that_begin_with_the_same_sample_draw_other_numbers() -> None:
+    """As those of a sampler that repeats indices do."""
+    source = feed(Noisy(40), 0, 1, workers=1, shuffle=False)
+    source.sampler_order = lambda epoch: [7] * 40
+    values = [
+        value
+        for step in source.steps(1, epochs=2)
+        for micro in step.micro_batches
+        for value in micro.content[1].tolist()
+    ]
+    assert len(set(values)) == len(values) == 80
+
+
 @pytest.mark.parametrize("kind", [Ids, Stream])
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 2), (3, 4), (2, 1)])
 def test_another_number_of_ranks_goes_on_in_the_same_order(
@@ -260,7 +273,7 @@ def test_batches_of_tensors_are_those_of_torchs_default_collate(kind: type[Tenso
     """Values, shapes, types and layout in memory; also of views, and for indices from the end."""
     data = kind(torch.randn(3, 4, 9).permute(2, 1, 0), torch.arange(9), torch.rand(9, 1).half() > 0.5)
     indices = [3, 0, -1, 3]
-    made, own = BatchDataset(data, None)[indices, 2]
+    made, own = BatchDataset(data, None)[indices, 2, 0]
     wanted = default_collate([data[index] for index in indices])
     assert own == 2
     assert type(made) is type(wanted)

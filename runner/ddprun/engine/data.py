@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from ddprun.config import Loader
 from ddprun.engine.samples import Collate, SampleShard, batch_or_raise, collate, digest_of
-from ddprun.engine.seeding import SeparateRng, seed_everything
+from ddprun.engine.seeding import SeparateRng, seed_for_batch
 from ddprun.engine.streams import PeekableStream, RankShareDataset
 from ddprun.host.processes import die_with_parent
 from ddprun_hooks.comm.control import ControlChannel
@@ -300,10 +300,10 @@ class Feed:
             return
         order, consumed = self._epoch_indices(), self._consumed_samples
 
-        def indices_of_batches() -> Iterator[tuple[Sequence[int], int]]:
+        def indices_of_batches() -> Iterator[tuple[Sequence[int], int, int]]:
             for start, size in chain.from_iterable(self._plan_steps(consumed, accumulate)):
-                for mine in self._share.batches(self._indices_read(order, start, size)):
-                    yield mine or self._padding_indices(order, start), len(mine)
+                for at, mine in enumerate(self._share.batches(self._indices_read(order, start, size)), start):
+                    yield mine or self._padding_indices(order, start), len(mine), at
 
         seed = self._loading_seed() if self._workers else None
         batches = self._load(BatchDataset(self.dataset, seed, self.collate), indices_of_batches())
@@ -469,8 +469,9 @@ class Feed:
 class BatchDataset(Dataset[Any]):
     """Batches of a map-style dataset, each with its samples that count; a `BatchError` where they do not fit.
 
-    What a loading process draws for a batch depends on the batch alone: not on how many processes there are,
-    nor on where in the epoch they started. Without a seed it is loaded in the training process.
+    What a loading process draws for a batch depends on its position in the epoch alone: not on how many
+    processes there are, nor on where in the epoch they started. Without a seed it is loaded in the training
+    process.
     """
 
     def __init__(self, dataset: Any, seed: int | None, collate: Collate | None = None) -> None:
@@ -478,10 +479,10 @@ class BatchDataset(Dataset[Any]):
         # A class derived from it may read its samples in another way.
         self._tensors = dataset.tensors if type(dataset) is TensorDataset and collate is None else None
 
-    def __getitem__(self, batch: tuple[Sequence[int], int]) -> tuple[Any, int]:
-        indices, own = batch
+    def __getitem__(self, batch: tuple[Sequence[int], int, int]) -> tuple[Any, int]:
+        indices, own, position = batch
         if self.seed is not None:
-            seed_everything((self.seed * len(self.dataset) + indices[0]) % 2**63)
+            seed_for_batch(self.seed, position)
         if self._tensors is not None:  # what `default_collate` makes, without an object for each sample
             at = torch.tensor(indices)
             return [tensor[at].contiguous() for tensor in self._tensors], own

@@ -397,7 +397,7 @@ def _map_style_batches(session: Session, held_out: HeldOutData) -> Iterator[tupl
     rank, ranks = runtime.ranks.rank, runtime.ranks.size
     _require_equal_data(session, held_out, len(dataset), ())  # which may have grown
     passes = passes_of_rank(range(len(dataset)), loader.batch_size, rank, ranks)
-    samples, sampler = BatchDataset(dataset, None, held_out.collate), ((list(one), n) for one, n in passes)
+    samples, sampler = BatchDataset(dataset, None, held_out.collate), ((list(one), n, 0) for one, n in passes)
     pin = runtime.device.type == "cuda"
     yield from load_batches(samples, sampler, loader.workers, torch.Generator(), pin=pin)
 

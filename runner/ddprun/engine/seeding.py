@@ -29,6 +29,13 @@ def seed_cpu_generators(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
+def seed_for_batch(seed: int, position: int) -> None:
+    """Seed a loading process for the batch at a position in the epoch, whatever it made before. `seed`: of
+    epoch and rank, whose batches draw other numbers (generators use the low 32 bits: a golden ratio apart).
+    """
+    seed_everything((seed * 0x9E3779B9 + position) % 2**63)
+
+
 def make_deterministic(device: torch.device, *, strict: bool = False) -> None:
     """Choose deterministic algorithms where torch has them on a GPU; `strict`: raise where it has none."""
     if strict:
