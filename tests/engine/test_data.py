@@ -198,15 +198,21 @@ class Noisy(Ids):
         return index, torch.rand(()) + random.random() + np.random.rand()
 
 
-def test_what_loading_processes_draw_depends_on_the_batch_alone() -> None:
+def masked(samples: list[Any]) -> list[torch.Tensor]:
+    """As a collate of masked language modelling: the sample, and a random number."""
+    return [torch.tensor([index for index, _ in samples]), torch.rand(len(samples))]
+
+
+@pytest.mark.parametrize(("data", "custom"), [(Noisy(40), None), (Ids(40), masked), (Stream(40), masked)])
+def test_what_loading_processes_draw_depends_on_the_batch_alone(data: Any, custom: Any) -> None:
     """One process or two, from the epoch's start or from its middle: the same augmentation."""
 
     def draws(workers: int, skip: int) -> list[list[float]]:
-        source = feed(Noisy(40), 1, 2, workers=workers)
+        source = feed(data, 1, 2, workers=workers)
+        source.collate = custom
         source.load_state_dict({"epoch": 1, "samples": 8 * skip})
-        return [
-            micro.content[1].tolist() for step in source.steps(1, epochs=1) for micro in step.micro_batches
-        ]
+        steps = source.steps(1, epochs=1)
+        return [micro.content[1].tolist() for step in steps for micro in step.micro_batches]
 
     whole = draws(1, 0)
     assert len({value for batch in whole for value in batch}) == 20, "every sample draws its own"

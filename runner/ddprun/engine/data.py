@@ -439,10 +439,11 @@ class Feed:
             rng = self._stream.rng
         sizes = [size // self.world_size for size in self._sizes] if self.sharded else self._sizes
         drop_last = self.drop_last and not self.sharded and len(sizes) == 1
-        share = RankShareDataset(
-            samples, rng, sizes, self._share, skip, already_read, drop_last, self.collate
+        seed, share = self._loading_seed(), self._share
+        batches = RankShareDataset(
+            samples, rng, seed, sizes, share, skip, already_read, drop_last, self.collate
         )
-        return self._load(share, None)
+        return self._load(batches, None)
 
     def _stream_rng(self) -> SeparateRng:
         """For what a stream draws in the epoch: the same numbers in each process that reads it, of all ranks;

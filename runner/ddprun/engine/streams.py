@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as loading_process
 
 from ddprun.engine.samples import Collate, SampleShard, collate, digest_of
-from ddprun.engine.seeding import SeparateRng
+from ddprun.engine.seeding import SeparateRng, seed_for_batch
 
 
 class PeekableStream:
@@ -79,6 +79,7 @@ class RankShareDataset(IterableDataset[tuple[list[tuple[Any, int]], int]]):
 
     samples: Iterable[Any]
     rng: SeparateRng  # for what `samples` draws
+    seed: int  # with the batch's position, for what `collate` draws in a loading process
     sizes: Sequence[int]  # samples that are read for each micro-batch, in turn
     share: SampleShard
     skip: int  # leave out so many samples of the epoch
@@ -109,6 +110,8 @@ class RankShareDataset(IterableDataset[tuple[list[tuple[Any, int]], int]]):
                 return
             # The loader takes batches from its processes in turn.
             if micro % processes == process:
+                if worker is not None:
+                    seed_for_batch(self.seed, at)
                 batches = list[tuple[Any, int]]()
                 for mine in self.share.batches([*enumerate(items, start=at)]):
                     # A rank without a sample computes along on another one's.
