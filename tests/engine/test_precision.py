@@ -1,7 +1,7 @@
 """Loss scaling: how often it waits for the device; and what a GPU is given without waiting."""
 
 import os
-from collections import UserDict
+from collections import UserDict, defaultdict
 from typing import Any
 from unittest import mock
 
@@ -114,6 +114,35 @@ def test_a_user_dict_keeps_its_class_and_its_tensors_move_as_others_do() -> None
     assert {name: one.dtype for name, one in moved.items()} == {"pixels": torch.bfloat16, "ids": torch.int64}
     assert {one.device.type for one in moved.values()} == {"meta"}
     assert given["pixels"].device.type == "cpu"
+
+
+class Meta(dict[str, Any]):
+    """Keys are attributes, too; one that is missing raises a KeyError."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+class Frozen(dict[str, Any]):
+    def __setitem__(self, key: str, value: Any) -> None:
+        raise TypeError
+
+
+def test_tuples_and_classes_derived_from_dict_stay_what_they_are() -> None:
+    given: dict[str, Any] = {
+        "sizes": [(4, 4)],
+        "meta": Meta(scale=torch.zeros(2)),
+        "frozen": Frozen(to=torch.zeros(2)),
+    }
+    counts = defaultdict[str, Any](int, {"a": torch.zeros(2)})
+    moved, also = Precision("pure_bf16", torch.device("meta")).to_device((given, counts))
+    assert moved["sizes"] == [(4, 4)]
+    assert type(moved["meta"]) is Meta
+    assert type(moved["frozen"]) is dict, "it cannot be changed"
+    assert also["b"] == 0
+    for tensor in (moved["meta"].scale, moved["frozen"]["to"], also["a"]):
+        assert (tensor.device.type, tensor.dtype) == ("meta", torch.bfloat16)
+    assert given["meta"]["scale"].device.type == "cpu"
 
 
 def test_a_checkpoint_of_a_cpu_is_restored_on_a_gpu() -> None:

@@ -146,18 +146,26 @@ def map_tensors(
     if isinstance(content, Tensor):
         return change(content)
     onward = partial(map_tensors, change=change, change_object=change_object)
-    if isinstance(content, UserDict):  # as tokenizers of Hugging Face give them, with a `to` of their own
-        mapped = copy.copy(content)
-        for key, value in content.items():
-            mapped[key] = onward(value)
-        return mapped
-    if change_object is not None and callable(getattr(content, "to", None)):
+    # Tokenizers of Hugging Face give UserDicts, whose `to` waits for the device. Keys of a dict may be its
+    # attributes, too.
+    owner = type(content) if isinstance(content, dict) else content
+    if change_object and not isinstance(content, UserDict) and callable(getattr(owner, "to", None)):
         return change_object(content)
     if isinstance(content, Mapping):
-        return {key: onward(value) for key, value in content.items()}
+        mapped = {key: onward(value) for key, value in content.items()}
+        if type(content) is dict or not isinstance(content, dict | UserDict):
+            return mapped
+        with suppress(TypeError):  # one that cannot be changed becomes a plain dict
+            same_class = copy.copy(content)
+            for key, value in mapped.items():
+                same_class[key] = value
+            return same_class
+        return mapped
     if isinstance(content, tuple | list):
         items = [onward(value) for value in content]
-        return type(content)(*items) if hasattr(content, "_fields") else items
+        if hasattr(content, "_fields"):
+            return type(content)(*items)
+        return tuple(items) if isinstance(content, tuple) else items
     if is_dataclass(content) and not isinstance(content, type):
         changed = copy.copy(content)
         for field in fields(content):
