@@ -4,6 +4,7 @@ import multiprocessing
 import random
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from torch.utils.data import (
 )
 
 from ddprun.config import Loader, PipelineError, load
+from ddprun.engine.build import build_data, build_stage_held_out
 from ddprun.engine.data import BatchDataset, Feed
 from ddprun.engine.feeds import open_training_feeds
 from ddprun.engine.samples import BatchError, collate
@@ -361,6 +363,20 @@ def test_a_sampler_of_an_iterable_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(PipelineError, match=r"an iterable dataset has an order of its own: loader\.sampler"):
         open_training_feeds(load(tmp_path / "p.yaml"), Stream(8), rank=0, world_size=1)
+
+
+def test_a_loader_as_data_is_refused(tmp_path: Path) -> None:
+    """Its batches would be taken for samples: of training, to evaluate on, or of a stage."""
+    made = "{torch.utils.data.DataLoader: {dataset: [1, 2]}}"
+    (tmp_path / "p.yaml").write_text(
+        f"model: {{mlp: {{inputs: 6, outputs: 3}}}}\ndata: {{train: {made}, evaluate: {made}}}\n"
+        f"optimizer: sgd\nstages: [train: {{steps: 1, data: {made}}}, evaluate: {{data: {made}}}]\n"
+    )
+    loaded = load(tmp_path / "p.yaml")
+    of_stages = partial(open_training_feeds, dataset=Ids(8), rank=0, world_size=1)
+    for build in (build_data, build_stage_held_out, of_stages):
+        with pytest.raises(PipelineError, match="gives DataLoader; give the data set itself; batch_size"):
+            build(loaded)
 
 
 def test_no_epochs_left_are_no_steps() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Dataset, DistributedSampler, Sampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from ddprun.config import (
     BroadcastStage,
@@ -289,6 +289,9 @@ def build_dataset(loaded: LoadedPipeline, path: str, choice: Choice) -> TrainEva
         raise chosen.error(chosen.describe_result(made), "expected a map-style or iterable PyTorch dataset")
     if not is_iterable(made) and not hasattr(made, "__len__"):
         raise chosen.error(f'"{chosen.name}" has no __len__', "a map-style dataset has one")
+    if isinstance(made, DataLoader):
+        allowed = "give the data set itself; batch_size, workers and collate are under `loader`"
+        raise chosen.error(chosen.describe_result(made), allowed)
     return TrainEvalSplit(made, None)
 
 
