@@ -325,12 +325,17 @@ def test_the_trial_leaves_no_trace(tmp_path: Path) -> None:
 
 
 def test_batchnorm_over_one_sample(tmp_path: Path) -> None:
-    """It is refused where an epoch ends with one; not where each channel of a sample has several values,
-    where such a batch is dropped, or where steps end before it.
+    """It is refused where an epoch ends with one, be it of a stage's own data; not where each channel of a
+    sample has several values, where such a batch is dropped, or where steps end before it.
     """
-    codes, said = run(tmp_path, MODEL="{mine.normed: {channels: 6}}")
-    assert codes == [EXIT_BAD_INPUT] * 2
-    assert "loader.drop_last: the last batch of an epoch is one sample on some rank, and BatchNorm" in said
+    for name, changes in {
+        "steps": {"LENGTH": "{steps: 3}", "EVALUATE": "train: {steps: 1, accumulate: 2}"},
+        "own": {"LENGTH": "{steps: 3}", "EVALUATE": "train: {steps: 5, data: mine.Data}"},
+    }.items():
+        (tmp_path / name).mkdir()
+        codes, said = run(tmp_path / name, MODEL="{mine.normed: {channels: 6}}", **changes)
+        assert codes == [EXIT_BAD_INPUT] * 2, name
+        assert "loader.drop_last: the last batch of an epoch is one sample on some rank, and Batch" in said
     for name, changes in {
         "values": {"MODEL": "{mine.normed: {channels: 2}}"},
         "dropped": {"MODEL": "{mine.normed: {channels: 6}}", "DROP_LAST": "true"},

@@ -1,10 +1,10 @@
 """The training data of a run's stages, as feeds of batches."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ddprun.config import Choice, DataPair, LoadedPipeline, StepStageSettings
+from ddprun.config import Choice, DataPair, LoadedPipeline, Pipeline, StepStageSettings
 from ddprun.config.checks.stages import find_long_warmups
 from ddprun.engine.build import build_collate, build_dataset, build_sampler_order, data_error_factory
 from ddprun.engine.data import Feed
@@ -26,6 +26,15 @@ class Feeds:
             return settings.steps
         per_epoch = self.for_stage(stage).steps_per_epoch(settings.accumulate)
         return None if per_epoch is None else settings.epochs * per_epoch
+
+    def used_up(self, pipeline: Pipeline) -> Iterator[tuple[Feed, list[int]]]:
+        """The feeds of map-style data of which the run comes to an epoch's end, each with its stages."""
+        for feed in self.by_name().values():
+            stages = [one for one in pipeline.stages_and_settings() if self.for_stage(one[0].index) is feed]
+            micro_batches = sum((settings.steps or 0) * settings.accumulate for _, settings in stages)
+            of_epoch, by_epochs = feed.steps_per_epoch(1), any(settings.epochs for _, settings in stages)
+            if of_epoch is not None and (by_epochs or micro_batches >= of_epoch):
+                yield feed, [stage.index for stage, _ in stages]
 
     def by_name(self) -> dict[str, Feed]:
         """Each once, by its name in messages."""

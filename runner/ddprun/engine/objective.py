@@ -458,20 +458,20 @@ def check_last_batch(
     model: nn.Module,
     objective: Objective,
     feed: Feed,
-    turns: Turns,
+    turn_names: Iterable[str | None],
     control: ControlChannel,
 ) -> None:
     """Raise a PipelineError if an epoch ends with one sample on some rank, which BatchNorm cannot take. All
     ranks try it together, since a model may call collectives itself.
     """
-    if feed.iterable or not any(isinstance(one, _BatchNorm) for one in model.modules()):
+    if not any(isinstance(one, _BatchNorm) for one in model.modules()):
         return
     if min(all_gather_number(control, feed.last_batch_size(), "samples of the last batch")) > 1:
         return
     with preserve_state(objective.precision.device, model, objective.loss), torch.no_grad():
         model.train()
         try:
-            for name in turns.names:
+            for name in turn_names:
                 objective(model, objective.training_batch(feed.first_batch(1)), name)
         except ValueError as error:
             if _BATCH_NORM_ERROR not in str(error):

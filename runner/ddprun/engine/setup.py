@@ -148,8 +148,9 @@ def build_session(
     fingerprints = DatasetFingerprints(feeds, held_out, stage_held_out, rank=ranks.rank)
     buffer_use = find_buffer_use(model, objective, feed, turns, automatic=pipeline.has_automatic_buffers)
     buffers = BufferSync(model, exchanger, merge_buffer_use(buffer_use, model, control), pipeline.buffers)
-    if any(stage.epochs for stage in pipeline.stages_with_steps() if stage.data is None):
-        check_last_batch(loaded, model, objective, feed, turns, control)
+    for used_up, stages in feeds.used_up(pipeline):
+        names = dict.fromkeys(turn.name for stage in stages for turn in turns.by_stage[stage])
+        check_last_batch(loaded, model, objective, used_up, names, control)
     compiler = None
     if pipeline.compile is not None:
         ranks.watchdog.set_phase(b"compiling")
