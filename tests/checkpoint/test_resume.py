@@ -170,6 +170,35 @@ def test_another_number_of_ranks_begins_from_the_mean_of_every_parameter(tmp_pat
         assert torch.equal(saved[name], mean), name
 
 
+IN_FLIGHT = """
+model: {mlp: {inputs: 64, outputs: 10}}
+data: digits
+loader: {batch_size: 8}
+optimizer: {sgd: {lr: 0.1}}
+schedule: {MultiStepLR: {milestones: [4], gamma: 0.0}}
+sync: {diloco: {every: 4, overlap_steps: 2, outer: sgd, outer_lr: 1.0, outer_momentum: 0.0}}
+hooks: [{topk: {density: 0.1}}]
+checkpoint: {every: 5, keep: 99}
+stages: [{train: {steps: 60}}, save]
+"""
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_on_another_number_of_ranks_what_is_in_flight_counts_once(tmp_path: Path, after: int) -> None:
+    """Of what ranks learn before the learning rate is 0, a part is in flight and the rest in residuals."""
+    codes, said = run_to_end(tmp_path, IN_FLIGHT, 2)
+    assert codes == [0, 0], said
+    expected = weights(tmp_path / "run")
+    for step in steps_in(tmp_path / "run" / "checkpoints"):
+        if step > 5:
+            shutil.rmtree(tmp_path / "run" / "checkpoints" / checkpoints.checkpoint_name(step))
+    codes, said = run_to_end(tmp_path, IN_FLIGHT, after, resuming=True)
+    assert codes == [0] * after, said
+    assert "resuming after step 5" in said
+    for name, value in weights(tmp_path / "run").items():
+        assert torch.allclose(value, expected[name], rtol=0, atol=1e-6), name
+
+
 def test_independent_replicas_cannot_change_their_number(tmp_path: Path) -> None:
     """There are as many as there were ranks; the fault says so and exits with 2."""
     prepare(tmp_path, "independent", "[]")

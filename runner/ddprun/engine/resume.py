@@ -26,6 +26,7 @@ from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.session import Session
 from ddprun.engine.state import StateError, hook_state_partitioning, restore
 from ddprun.sync.exchanger import can_be_averaged, mean_of, mean_optimizer_state
+from ddprun.sync.synchronizer import Synchronizer
 from ddprun.telemetry.control_message import MessageAccumulator
 from ddprun.telemetry.steps import totals_of_other_ranks
 from ddprun.telemetry.writer import truncate_records
@@ -329,8 +330,9 @@ def _read_state(session: Session, found: _FoundCheckpoint) -> dict[str, Any]:
 def _reshard_state(session: Session, shared: dict[str, Any], own: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """State for another number of ranks: nothing that was learned is lost, and no sample is seen twice.
 
-    Ranks whose parameters differed become equal, as in a synchronisation. The hooks' residuals are divided
-    among the ranks: their sum stays. Random generators start from a seed of the rank and the step.
+    Ranks whose parameters differed become equal, as in a synchronisation. What is in flight stays so. The
+    hooks' residuals are divided among the ranks: their sum stays. Random generators start from a seed of the
+    rank and the step.
     """
     runtime = session.runtime
     loaded, rank, ranks = runtime.loaded, runtime.ranks.rank, runtime.ranks.size
@@ -360,7 +362,7 @@ def _reshard_state(session: Session, shared: dict[str, Any], own: Sequence[dict[
             merged = {name: mean_of([one[name] for one in averages]) for name in averages[0]}
             state["ema"] = {**ema, "tensors": merged, "apart": False}
     state["hooks"] = runtime.stacks.merge([one["hooks"] for one in own])
-    state["sync"] = {}
+    state["sync"] = Synchronizer.merge_states([one["sync"] for one in own])
     state["replicas"] = ["common", "common", own[0]["replicas"][2]]
     totals = [one["telemetry"]["totals"] for one in own]
     state["telemetry"] = {

@@ -144,8 +144,7 @@ def restore_mid_stage(session: Session, state: Mapping[str, Any], *, new_rates: 
     """
     synchronizer, schedule = session.state.synchronizer, session.state.schedule
     assert synchronizer is not None
-    if state["sync"]:  # of another number of ranks there is none: a new round begins
-        synchronizer.load_state_dict(state["sync"])
+    synchronizer.load_state_dict(state["sync"])
     if not new_rates:
         if schedule is not None:
             schedule.load_state_dict(state["schedule"])

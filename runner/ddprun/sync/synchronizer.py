@@ -4,7 +4,7 @@ A change of parameters is counted from the weights that ranks last had in common
 ranks, so that lossy hooks lose little and their residuals are in units of the mean's contribution.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddprun.sync.buffers import FrozenParameterSync
-from ddprun.sync.exchanger import ParameterExchanger, PendingExchange, average_optimizer_state
+from ddprun.sync.exchanger import ParameterExchanger, PendingExchange, average_optimizer_state, mean_of
 from ddprun.sync.plan import DueTransfers, OuterOptimizer, PlanProgress, SyncPlan, Transfer
 from ddprun_hooks.buckets import TensorBuckets
 from ddprun_hooks.comm.groups import (
@@ -83,13 +83,25 @@ class Synchronizer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from there; comes after `set_delta_bases`."""
-        for index in range(len(self.plan.transfers)):
-            own = state[str(index)]
+        for number, own in state.items():  # of another number of ranks, only what is in flight
+            index = int(number)
             self.progress.steps_since_start[index] = own["since"]
             if delta := self._deltas.get(index):
                 delta.load_state_dict(own)
                 if delta.in_flight:
                     self.progress.in_flight.add(index)
+
+    @staticmethod
+    def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """What is in flight, for another number of ranks, from the states of all: its tensors become means,
+        as parameters do, so that it changes their mean as it would have changed each rank's own.
+        """
+        merged = {index: dict(own) for index, own in states[0].items() if own.get("means")}
+        for index, own in merged.items():
+            for name in ("base", "left", "means"):
+                of_ranks = (state[index][name] for state in states)
+                own[name] = [mean_of(tensors) for tensors in zip(*of_ranks, strict=True)]
+        return merged
 
     def run(self, chosen: DueTransfers) -> None:
         """Apply the transfers that are in flight, and start others."""
