@@ -361,6 +361,25 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def contents(run_dir: Path) -> dict[str, bytes]:
+    """What a run came to; events are history, whatever becomes of an attempt."""
+    found = [*run_dir.glob("*.json"), *run_dir.glob("*.yaml"), *run_dir.glob("[sb]*s/*.jsonl")]
+    return {str(file.relative_to(run_dir)): file.read_bytes() for file in found}
+
+
+def test_a_refused_resume_changes_nothing(tmp_path: Path, finished: Path) -> None:
+    """Neither the summary nor the records, though steps would have been repeated."""
+    run_dir = Path(shutil.copytree(finished, tmp_path / "again")) / "run"
+    shutil.rmtree(run_dir / "checkpoints" / checkpoints.checkpoint_name(steps_in(run_dir / "checkpoints")[0]))
+    before = contents(run_dir)
+    assert {"summary.json", "steps/rank-00001.jsonl", "buckets/rank-00000.jsonl"} <= before.keys()
+    done = ddprun("resume", "run", "--set=seed=9", cwd=run_dir.parent)
+    assert done.code == 2, done.stderr
+    assert contents(run_dir) == before
+    run(run_dir.parent, 2, resuming=True)
+    assert contents(run_dir).keys() == before.keys()
+
+
 def blind_in_rank_0(folder: Path, run_dir: Path) -> int:
     """As where rank 0 is now on a host that does not have the disk with the checkpoints."""
     os.dup2(os.open(folder / f"told-{os.environ['RANK']}", os.O_CREAT | os.O_WRONLY), sys.stderr.fileno())

@@ -75,6 +75,7 @@ class FailureContext:
     run_dir: Path | None = None
     reporter: Reporter | None = None
     step: Callable[[], int] = int  # how many steps of the run are done
+    may_summarize: bool = True  # False: a run is to be resumed, and until then its summary stays
 
 
 def report_failure(error: BaseException, ranks: Ranks, context: FailureContext, secrets: Secrets) -> int:
@@ -157,11 +158,12 @@ def close_after_peer_failure(context: FailureContext, ranks: Ranks, first: int |
 
 
 def write_failure_summary(context: FailureContext, failure: dict[str, object]) -> bool:
-    """Write a failure into the run's folder, if this host sees it."""
+    """Write a failure into the run's folder; gives whether this host sees that."""
     if context.run_dir is None or not context.run_dir.is_dir():
         return False
-    with suppress(OSError):
-        write_summary(context.run_dir, Summary(status="failed", steps=context.step(), error=failure))
+    if context.may_summarize:
+        with suppress(OSError):
+            write_summary(context.run_dir, Summary(status="failed", steps=context.step(), error=failure))
     return True
 
 

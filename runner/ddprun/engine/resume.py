@@ -43,16 +43,11 @@ def resume(session: Session) -> None:
     """
     runtime, reporter, state = session.runtime, session.reporter, session.state
     found = _newest_checkpoint(session)
-    checkpoint = None if found is None else found.checkpoint
-    if runtime.ranks.rank == 0:
-        try:
-            truncate_records(runtime.run_dir, 0 if checkpoint is None else checkpoint.step)
-        except OSError as error:
-            problem = f"cannot resume in the run folder {runtime.shown_dir}: {error.strerror}"
-            raise RunFolderError(problem) from None
-    if found is None or checkpoint is None:
+    if found is None:
+        _truncate_records(session)
         reporter.note("no intact checkpoint: the run starts from the beginning")
         return
+    checkpoint = found.checkpoint
     with errors_of_checkpoint(session, checkpoint):
         saved = _read_state(session, found)
         before, cursor = saved["pipeline"], saved["position"]
@@ -63,6 +58,7 @@ def resume(session: Session) -> None:
     changed_data = _check_data(session, saved)
     with errors_of_checkpoint(session, checkpoint):
         restore(session, saved)
+    _truncate_records(session)
     for name, text, mid_epoch in changed_data:
         if not mid_epoch and name in runtime.fingerprints.feeds:
             runtime.fingerprints.feeds[name].skip_rest_of_epoch()
@@ -87,6 +83,17 @@ def resume(session: Session) -> None:
     done = state.cursor.next >= len(runtime.loaded.pipeline.stages)
     left = "; every stage is done, so nothing is left to do" if done else ""
     reporter.note(f"resuming after step {state.step} from {shown}{left}")
+
+
+def _truncate_records(session: Session) -> None:
+    """Cut off the records of later steps than those that are done; after all that may refuse to resume."""
+    runtime = session.runtime
+    if runtime.ranks.rank == 0:
+        try:
+            truncate_records(runtime.run_dir, session.state.step)
+        except OSError as error:
+            problem = f"cannot resume in the run folder {runtime.shown_dir}: {error.strerror}"
+            raise RunFolderError(problem) from None
 
 
 def _check_data(session: Session, saved: Mapping[str, Any]) -> list[tuple[str, str, bool]]:

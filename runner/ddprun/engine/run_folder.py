@@ -161,6 +161,14 @@ def _make_or_take_over(loaded: LoadedPipeline, folder: RunFolder) -> None:
     make_folder(folder.path, {PIPELINE_FILE: text, RUN_INFO_FILE: json.dumps(about) + "\n"})
 
 
+def go_on_in(folder: RunFolder) -> None:
+    """Nothing keeps a run from being resumed any more: its folder loses the earlier attempt's summary."""
+    try:
+        (folder.path / SUMMARY_FILE).unlink(missing_ok=True)
+    except OSError as error:
+        raise RunFolderError(f"cannot resume in the run folder {folder.path}: {error.strerror}") from None
+
+
 def new_folder(name: str) -> Path:
     """Where a run of this name keeps its files by default."""
     now = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
@@ -198,7 +206,6 @@ def _take_over(folder: Path, wait_s: float) -> None:
         open_file(folder, RUN_INFO_FILE).close()
         _lock(folder, wait_s)
         truncate_torn_event(folder)
-        (folder / SUMMARY_FILE).unlink(missing_ok=True)  # of an attempt that has failed
     except OSError as error:
         raise RunFolderError(f"cannot resume in the run folder {folder}: {error.strerror}") from None
 

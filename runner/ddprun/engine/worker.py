@@ -29,7 +29,7 @@ from ddprun.engine.interrupts import ComparisonSliceClient, SignalRequests
 from ddprun.engine.loop import run_stage
 from ddprun.engine.outcome import Status, finish_run
 from ddprun.engine.resume import resume
-from ddprun.engine.run_folder import agree_on_folder, find_leaders
+from ddprun.engine.run_folder import agree_on_folder, find_leaders, go_on_in
 from ddprun.engine.save import check_saves, save
 from ddprun.engine.session import Session
 from ddprun.engine.setup import build_session
@@ -129,7 +129,7 @@ def _run(
     known = rank_files.read_run_dir()
     folder = agree_on_folder(loaded, run_dir, ranks, resuming=resuming, known=known)
     leaders = find_leaders(loaded, folder, ranks)
-    failure_context.run_dir = folder.path.absolute()
+    failure_context.run_dir, failure_context.may_summarize = folder.path.absolute(), not folder.begun
     rank_files.report_run_dir(folder.path)
     session = build_session(
         loaded, folder.path, ranks, device, backend, signals, folder.token, leaders, begun=folder.begun
@@ -140,7 +140,10 @@ def _run(
     _announce(session)
     if folder.begun:
         resume(session)
+        if leaders[ranks.rank] == ranks.rank:
+            go_on_in(folder)
         discard_stale_best(session)
+    failure_context.may_summarize = True
     local_ranks = ranks.environment.local_world_size
     session.runtime.time_slices = ComparisonSliceClient.from_environment(local_ranks)
     signals.reinstall_handlers()
