@@ -14,6 +14,7 @@ import yaml
 from ddprun.checkpoint import folder as checkpoints
 from ddprun.checkpoint.folder import steps_in
 from ddprun.cli import main
+from ddprun.config import load
 from ddprun.plugins import SYNC_POLICIES
 from tests.checkpoint.runs import (
     CNN,
@@ -378,6 +379,20 @@ def test_a_refused_resume_changes_nothing(tmp_path: Path, finished: Path) -> Non
     assert contents(run_dir) == before
     run(run_dir.parent, 2, resuming=True)
     assert contents(run_dir).keys() == before.keys()
+
+
+def test_what_a_resume_has_changed_stays_so(tmp_path: Path, finished: Path) -> None:
+    """For the next one, which gets no option."""
+    run_dir = Path(shutil.copytree(finished, tmp_path / "again")) / "run"
+    longer = "--set=stages[1].train.epochs=3", "--set=optimizer.adamw.lr=0.005"
+    for options in (longer, ()):
+        done = ddprun("resume", "run", *options, cwd=run_dir.parent)
+        assert done.code == 0, done.stderr
+        assert done.stderr.count("in the checkpoint") == len(options)
+        ran = load(run_dir / "pipeline.yaml", (), run_dir.parent).as_dict()
+        assert ran["stages"][1]["train"]["epochs"] == 3
+        assert ran["optimizer"] == {"AdamW": {"lr": 0.005}}
+    assert "nothing is left to do" in done.stderr
 
 
 def blind_in_rank_0(folder: Path, run_dir: Path) -> int:

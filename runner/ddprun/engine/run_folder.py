@@ -15,6 +15,7 @@ from pathlib import Path
 from ddprun import __version__
 from ddprun.checkpoint.folder import CHECKPOINTS_FOLDER
 from ddprun.config import LoadedPipeline
+from ddprun.config.secrets import REDACTED
 from ddprun.parallel.ranks import Ranks
 from ddprun.run_files import (
     RUN_INFO_FILE,
@@ -156,14 +157,25 @@ def _make_or_take_over(loaded: LoadedPipeline, folder: RunFolder) -> None:
     if folder.begun and os.path.lexists(folder.path / RUN_INFO_FILE):
         _take_over(folder.path, _lock_wait_s(loaded) if folder.restarted else _WAIT_S)
         return
+    make_folder(folder.path, _texts(loaded, folder))
+
+
+def _texts(loaded: LoadedPipeline, folder: RunFolder) -> dict[str, str]:
+    """The files that say what a run is."""
     about = {"v": 1, "id": folder.run_id, "ddprun": __version__, "pipeline_folder": str(loaded.folder)}
-    text = loaded.resolved_yaml()
-    make_folder(folder.path, {PIPELINE_FILE: text, RUN_INFO_FILE: json.dumps(about) + "\n"})
+    return {PIPELINE_FILE: loaded.resolved_yaml(), RUN_INFO_FILE: json.dumps(about) + "\n"}
 
 
-def go_on_in(folder: RunFolder) -> None:
-    """Nothing keeps a run from being resumed any more: its folder loses the earlier attempt's summary."""
+def go_on_in(folder: RunFolder, loaded: LoadedPipeline, *, changed: bool) -> None:
+    """Nothing keeps a run from being resumed any more: its folder loses the earlier attempt's summary and, if
+    the pipeline may have `changed`, gets it as it is now. One with a redacted password would not load.
+    """
+    texts = _texts(loaded, folder)
     try:
+        if changed and REDACTED not in texts[PIPELINE_FILE]:
+            for name, text in texts.items():
+                with replace_atomically(folder.path, name) as file:
+                    file.write(text.encode())
         (folder.path / SUMMARY_FILE).unlink(missing_ok=True)
     except OSError as error:
         raise RunFolderError(f"cannot resume in the run folder {folder.path}: {error.strerror}") from None

@@ -141,7 +141,7 @@ def _run(
     if folder.begun:
         resume(session)
         if leaders[ranks.rank] == ranks.rank:
-            go_on_in(folder)
+            go_on_in(folder, loaded, changed=bool(loaded.overrides) or resuming != "yes")
         discard_stale_best(session)
     failure_context.may_summarize = True
     local_ranks = ranks.environment.local_world_size
