@@ -187,17 +187,40 @@ stages: [{train: {steps: 60}}, save]
 @pytest.mark.parametrize("after", [1, 3])
 def test_on_another_number_of_ranks_what_is_in_flight_counts_once(tmp_path: Path, after: int) -> None:
     """Of what ranks learn before the learning rate is 0, a part is in flight and the rest in residuals."""
-    codes, said = run_to_end(tmp_path, IN_FLIGHT, 2)
-    assert codes == [0, 0], said
-    expected = weights(tmp_path / "run")
-    for step in steps_in(tmp_path / "run" / "checkpoints"):
-        if step > 5:
-            shutil.rmtree(tmp_path / "run" / "checkpoints" / checkpoints.checkpoint_name(step))
+    run_dir = run_with_checkpoint_of_step_5(tmp_path)
+    expected = weights(run_dir)
     codes, said = run_to_end(tmp_path, IN_FLIGHT, after, resuming=True)
     assert codes == [0] * after, said
     assert "resuming after step 5" in said
-    for name, value in weights(tmp_path / "run").items():
+    for name, value in weights(run_dir).items():
         assert torch.allclose(value, expected[name], rtol=0, atol=1e-6), name
+
+
+def run_with_checkpoint_of_step_5(folder: Path) -> Path:
+    """A run to its end, of which no later checkpoint is left."""
+    codes, said = run_to_end(folder, IN_FLIGHT, 2)
+    assert codes == [0, 0], said
+    for step in steps_in(folder / "run" / "checkpoints"):
+        if step > 5:
+            shutil.rmtree(folder / "run" / "checkpoints" / checkpoints.checkpoint_name(step))
+    return folder / "run"
+
+
+def test_what_is_in_flight_at_a_checkpoint_is_recorded_and_counted_once(tmp_path: Path) -> None:
+    """The records, and what the summary says was sent, are those of the unbroken run."""
+    run_dir = run_with_checkpoint_of_step_5(tmp_path)
+    before = sent(run_dir)
+    assert min(step for _, step, _ in before) == 5, "the checkpoint waits for the first exchange"
+    codes, said = run_to_end(tmp_path, IN_FLIGHT, 2, resuming=True)
+    assert codes == [0, 0], said
+    assert sent(run_dir) == before
+
+
+def sent(run_dir: Path) -> list[tuple[int, int, int]]:
+    """Of each record of a bucket its rank, its step and its bytes, which are those of the summary."""
+    found = sorted((one["rank"], one["step"], one["wire_bytes"]) for one in lines(run_dir, "buckets"))
+    assert summary(run_dir)["wire_bytes"] == sum(wire_bytes for *_, wire_bytes in found)
+    return found
 
 
 def test_independent_replicas_cannot_change_their_number(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ def collect_state(session: Session) -> dict[str, Any]:
     nonfinite = runtime.finite_check.first_nonfinite
     # First, because it waits for what is in flight: until then hooks may still change their residuals.
     sync = state.synchronizer.state_dict() if state.synchronizer is not None else {}
+    runtime.recorder.record_between_step_exchanges(state.cursor.next, state.step)  # which the totals count
     optimizer = dict(runtime.optimizer.state_dict())
     return {
         "step": state.step,
