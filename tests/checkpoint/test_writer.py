@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from ddprun.checkpoint.codec import EncodedState, encode
 from ddprun.checkpoint.location import CheckpointLocation
 from ddprun.checkpoint.writer import CheckpointOutcome, CheckpointWriter
 from ddprun.engine.failures import FailureContext, open_ranks
+from ddprun.engine.state import report_checkpoints
 from ddprun.parallel.ranks import Environment
 from ddprun_hooks.comm.control import open_control_channel
 from ddprun_hooks.comm.gpu import PinnedStaging
@@ -101,6 +103,26 @@ def test_one_that_comes_too_soon_is_left_out(tmp_path: Path) -> None:
     assert everyone(ranks, 30).checkpoint is not None
     close(ranks)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-00000030"]
+
+
+def test_one_that_comes_too_soon_is_not_missed_where_the_end_writes_it(tmp_path: Path) -> None:
+    """The run's last step is due, and the checkpoint at the end is of that step, too."""
+    hold, said = threading.Event(), list[str]()
+    ranks = writers(tmp_path, hold)
+    for step in (10, 20):
+        for rank, writer in enumerate(ranks):
+            writer.enqueue(step, parts(rank))
+    hold.set()
+    first = everyone(ranks, 20, wait=True)
+    assert first.checkpoint is not None
+    close(ranks)
+    session: Any = Mock()
+    session.reporter.note = said.append
+    session.runtime.memory_checkpoints, session.runtime.checkpoints = None, ranks[0]
+    session.runtime.display_path = Path
+    report_checkpoints(session)
+    assert said == []
+    assert (tmp_path / "step-00000020").is_dir()
 
 
 def test_a_rank_that_never_writes_is_named(tmp_path: Path) -> None:

@@ -310,8 +310,11 @@ def report_checkpoints(session: Session) -> None:
     reporter = session.reporter
     for writer in _writers(session):
         where, kept = (" in memory", "") if writer.location.in_memory else ("", " (older ones are kept)")
-        while not writer.outcomes.empty():
-            outcome = writer.outcomes.get()
+        outcomes = [writer.outcomes.get() for _ in range(writer.outcomes.qsize())]
+        written_steps = {outcome.step for outcome in outcomes if outcome.checkpoint is not None}
+        for outcome in outcomes:
+            if outcome.skipped and outcome.step in written_steps:
+                continue  # the last step's, which is taken again at the run's end
             step, seconds, written = outcome.step, round(outcome.seconds, 3), outcome.checkpoint
             if written is None:
                 cause = "skipped" if outcome.skipped else "failed"
