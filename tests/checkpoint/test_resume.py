@@ -1,5 +1,6 @@
 """A run that was killed goes on from its newest checkpoint, bit for bit."""
 
+import json
 import os
 import shutil
 import signal
@@ -416,6 +417,21 @@ def test_what_a_resume_has_changed_stays_so(tmp_path: Path, finished: Path) -> N
         assert ran["stages"][1]["train"]["epochs"] == 3
         assert ran["optimizer"] == {"AdamW": {"lr": 0.005}}
     assert "nothing is left to do" in done.stderr
+
+
+def test_a_project_that_has_moved_goes_on_at_its_new_place(tmp_path: Path, finished: Path) -> None:
+    """The message says how, and afterwards the run knows the place."""
+    new = Path(shutil.copytree(finished, tmp_path / "new"))
+    about = json.loads((new / "run" / "run.json").read_text())
+    about["pipeline_folder"] = str(tmp_path / "old")
+    (new / "run" / "run.json").write_text(json.dumps(about))
+    done = ddprun("resume", "run", cwd=new)
+    assert done.code == 2, done.stderr
+    again = "if it has moved, resume with ddprun PIPELINE --run-dir run --or-resume"
+    assert f"then in {tmp_path / 'old'}, which is gone: {again}" in done.stderr
+    run(new, 2, resuming=True)
+    done = ddprun("resume", "run", cwd=new)
+    assert done.code == 0, done.stderr
 
 
 def blind_in_rank_0(folder: Path, run_dir: Path) -> int:

@@ -4,6 +4,7 @@ import functools
 import inspect
 import operator
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -106,8 +107,11 @@ class ChoiceBuilder:
         except TrustSettingError as error:
             raise self.error(str(error)) from None
         except ImportPathError as error:
-            where = f"names are looked up among installed packages, then in {self.loaded.folder}"
             root, folder = self.name.partition(".")[0], self.loaded.folder
+            where = f"names are looked up among installed packages, then in {folder}"
+            if not folder.is_dir():  # of a run that is resumed
+                again = f"ddprun PIPELINE --run-dir {shlex.quote(str(self.loaded.path.parent))} --or-resume"
+                where += f", which is gone: if it has moved, resume with {again}"
             own = next((path for path in (folder / f"{root}.py", folder / root) if path.exists()), None)
             found = getattr(sys.modules.get(root), "__file__", None)
             if own is not None and found is not None and not Path(found).is_relative_to(folder):
