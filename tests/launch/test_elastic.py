@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from ddprun.checkpoint.folder import steps_in
+from ddprun.host.processes import send_signal
 from tests.engine.running import events, lines, summary
 from tests.namespaces import Host, hosts, needs_namespaces
 from tests.ranks import Finished, Running, ddprun, is_running
@@ -311,15 +312,15 @@ def test_a_host_that_comes_is_taken_in(tmp_path: Path, unbroken: dict[str, Any])
 
 @pytest.mark.slow
 def test_a_host_that_is_asked_to_leaves(tmp_path: Path, unbroken: dict[str, Any]) -> None:
-    """SIGTERM to one launcher: a checkpoint, then its ranks are gone, and the other host goes on: that is no
-    restart, of which there is none here.
+    """SIGTERM to a launcher and its ranks: a checkpoint, then they are gone, and the other host goes on: that
+    is no restart, of which there is none here.
     """
     flags = ("--nnodes=1:2", "--set=checkpoint.every=1000")
     with two_hosts(tmp_path, *flags) as (_, started):
         end = time.monotonic() + 60
         while not list((tmp_path / "two" / "steps").glob("*3.jsonl")) and time.monotonic() < end:
             time.sleep(0.05)
-        os.kill(started[1].process.pid, signal.SIGTERM)
+        send_signal([*started[1].ranks(), started[1].process.pid], signal.SIGTERM)
         here, there = ended(started)
     assert here.code == 0, here.stderr
     assert there.code == 128 + signal.SIGTERM

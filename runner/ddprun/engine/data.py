@@ -13,6 +13,7 @@ the next `batch_size` of each rank's own samples, and a rank that has none left 
 """
 
 import math
+import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from itertools import chain, islice, starmap
@@ -25,7 +26,7 @@ from ddprun.config import Loader
 from ddprun.engine.samples import Collate, SampleShard, batch_or_raise, collate, digest_of
 from ddprun.engine.seeding import SeparateRng, seed_for_batch
 from ddprun.engine.streams import PeekableStream, RankShareDataset
-from ddprun.host.processes import die_with_parent
+from ddprun.host.processes import die_with_parent, ignore_signals
 from ddprun_hooks.comm.control import ControlChannel
 
 
@@ -526,20 +527,31 @@ def load_batches(
         sampler=sampler,
         num_workers=workers,
         collate_fn=_identity_collate,
-        worker_init_fn=_kill_worker_on_rank_exit,
+        worker_init_fn=_bind_worker_to_rank,
         pin_memory=pin,
         generator=generator,
     )
-    return iter(loader)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # in a worker until it can ignore it
+    try:
+        batches = iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    for worker in getattr(batches, "_workers", ()):  # torch terminates one that takes seconds to end
+        worker.terminate = worker.kill
+    return batches
 
 
 def _identity_collate(batch: Any) -> Any:
     return batch
 
 
-def _kill_worker_on_rank_exit(worker: int) -> None:
-    """Have a loading process end with its rank; by itself it would notice seconds later."""
+def _bind_worker_to_rank(worker: int) -> None:
+    """Have a loading process end with its rank, and not at SIGTERM before: a rank that is to stop still takes
+    steps. By itself the process would notice seconds later.
+    """
     die_with_parent()
+    ignore_signals(signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def all_gather_number(control: ControlChannel, number: int, what: str) -> list[int]:

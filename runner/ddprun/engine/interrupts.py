@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable
 from concurrent.futures import wait
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 from ddprun import LAUNCHED_VARIABLE, TURNS_VARIABLE
 from ddprun.host.processes import handle_signal_unless_ignored, run_in_daemon_thread
@@ -24,9 +25,8 @@ class SignalRequests:
     """Notes SIGINT and SIGTERM, after which all ranks stop after the same step, and SIGUSR1, after which all
     take a checkpoint and continue.
 
-    Under a launcher of ddprun's a request to stop comes as SIGINT; SIGTERM is how torchelastic ends a rank
-    when another one has failed, and ends it at once; rank 0 closes its trackers first
-    (`engine/reporter.py`).
+    Under a launcher of ddprun's a request to stop comes as SIGINT, and SIGTERM is the launcher's: batch
+    systems send it to all processes of a run. What a rank forks takes SIGTERM as programs do.
     """
 
     def __init__(self) -> None:
@@ -38,14 +38,9 @@ class SignalRequests:
             for number in (signal.SIGINT, signal.SIGTERM):
                 handle_signal_unless_ignored(number, self._on_stop_signal)
         signal.signal(signal.SIGUSR1, self._on_checkpoint_signal)
+        take_sigterm = partial(handle_signal_unless_ignored, signal.SIGTERM, signal.SIG_DFL)
+        os.register_at_fork(after_in_child=take_sigterm)
         self._handlers = {number: signal.getsignal(number) or signal.SIG_DFL for number in _SIGNALS}
-
-    def install_handler(
-        self, number: signal.Signals, handler: Callable[[int, FrameType | None], Any]
-    ) -> None:
-        """Put another handler of ddprun's over one of these signals."""
-        self._handlers[number] = handler
-        signal.signal(number, handler)
 
     def reinstall_handlers(self, every_s: float = 0.0) -> None:
         """Put these handlers back where the pipeline's code, or C code unseen by Python, has set others; no

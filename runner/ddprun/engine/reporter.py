@@ -22,7 +22,7 @@ from ddprun.engine.compiling import GraphCompiler
 from ddprun.engine.interrupts import SignalRequests
 from ddprun.engine.nonfinite import Nonfinite
 from ddprun.host.device import device_name
-from ddprun.host.processes import cores
+from ddprun.host.processes import END_RANK, SIGNAL_EXIT_BASE, cores
 from ddprun.parallel.ranks import Ranks
 from ddprun.plugins import TRACKERS
 from ddprun.sync.audit import AuditResult
@@ -301,7 +301,7 @@ def open_trackers(
         tracker: type[Tracker] = TRACKERS.load(choice.name)
         makers.append((choice.name, partial(tracker, options, run)))
     trackers = reporter.trackers = Trackers(makers, failed)
-    _fail_trackers_on_sigterm(trackers, signals)
+    _fail_trackers_when_ended(trackers, signals)
 
     def observe(record: StepRecord, traces: Sequence[BucketTrace[int]]) -> None:
         sent: Counter[tuple[str, str]] = Counter()
@@ -312,29 +312,28 @@ def open_trackers(
     recorder.on_step_record = observe
 
 
-def _fail_trackers_on_sigterm(trackers: Trackers, signals: SignalRequests | None) -> None:
-    """Close the trackers as failed when SIGTERM ends this rank: torchelastic sends it to the other ranks when
-    one has failed. To the engine without ddprun's launcher SIGTERM is a request to stop, and stays one; what
-    a script does with it comes first.
+def _fail_trackers_when_ended(trackers: Trackers, signals: SignalRequests | None) -> None:
+    """Close the trackers as failed when the launcher ends this rank, as when another one has failed. torchrun
+    does so with SIGTERM: to the engine that is a request to stop, and stays one; what a script does with it
+    comes first.
 
     A thread does it, since the main thread may be waiting in a collective, where no handler runs.
     """
+    number = signal.SIGTERM if signals is None else END_RANK
 
     def handler(*_: object) -> None:
         """The thread below does the work."""
 
     def is_installed() -> bool:
-        return signals is not None or signal.getsignal(signal.SIGTERM) is handler
+        return signal.getsignal(number) is handler
 
     if signals is None:
         in_main = threading.current_thread() is threading.main_thread()
         if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             return
-        signal.signal(signal.SIGTERM, handler)
-    elif LAUNCHED_VARIABLE in os.environ:
-        signals.install_handler(signal.SIGTERM, handler)
-    else:
+    elif LAUNCHED_VARIABLE not in os.environ:
         return
+    signal.signal(number, handler)
     read, write = os.pipe()
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)  # gets the number of each signal at once
@@ -342,14 +341,14 @@ def _fail_trackers_on_sigterm(trackers: Trackers, signals: SignalRequests | None
     def undo_in_child() -> None:  # the pipe is this rank's
         if is_installed():
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(number, signal.SIG_DFL)
 
     os.register_at_fork(after_in_child=undo_in_child)
 
-    def exit_on_sigterm() -> None:
-        while not (signal.SIGTERM in os.read(read, 64) and is_installed()):
+    def exit_when_ended() -> None:
+        while not (number in os.read(read, 64) and is_installed()):
             pass
         trackers.close_as_failed()
-        os._exit(128 + signal.SIGTERM)
+        os._exit(SIGNAL_EXIT_BASE + number)
 
-    threading.Thread(target=exit_on_sigterm, name="ddprun-ended", daemon=True).start()
+    threading.Thread(target=exit_when_ended, name="ddprun-ended", daemon=True).start()

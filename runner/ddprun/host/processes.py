@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
 LAUNCHER_PID_VARIABLE = "DDPRUN_LAUNCHER"  # of ranks, which take it away from what they start
+END_RANK = signal.SIGRTMAX  # with which a launcher ends ranks; SIGTERM may come to all processes of a run
 SIGNAL_EXIT_BASE = 128  # exit codes of processes that a signal ended: this and its number
 _END_S = 10.0
 _LEFTOVER_S = 2.0  # how long processes that have outlived a rank may take to end by themselves
@@ -37,6 +38,7 @@ def die_with_launcher() -> None:
         die_with_parent(int(launcher))
         # Slurm signals all processes of a step at once; to one that has no handler yet that would be the end.
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        ignore_signals(signal.SIGTERM, signal.SIGHUP)  # the launcher says what to do
     elif "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()
 
@@ -148,7 +150,7 @@ def force_exit_after_delay(code: int, rank: int, redact: Callable[[str], str]) -
         standard_streams.say(
             f"rank {rank} is done, and no longer waits for {', '.join(left) or 'an exit function'}"
         )
-        if children:  # a forked one may have this process's handler of SIGTERM
+        if children:
             send_signal(children, signal.SIGTERM)
             time.sleep(_TERMINATE_S)
             send_signal(_live_process_commands(parent=os.getpid()), signal.SIGKILL)
@@ -183,6 +185,12 @@ def handle_signal_unless_ignored(
     """Put a handler over a signal, unless it was ignored from the start (`nohup`, a shell's background)."""
     if signal.getsignal(number) is not signal.SIG_IGN:
         signal.signal(number, handler)
+
+
+def ignore_signals(*numbers: int) -> None:
+    """Do nothing at these signals. Unlike `SIG_IGN`, programs that this process starts do not inherit it."""
+    for number in numbers:
+        handle_signal_unless_ignored(number, lambda *_: None)
 
 
 def hard_exit_on_signals(*numbers: int) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from ddprun import EXIT_BAD_INPUT, EXIT_REPEATED
 from ddprun.config import LoadedPipeline
 from ddprun.host import network, rank_files
-from ddprun.host.processes import end_leftovers, run_in_daemon_thread
+from ddprun.host.processes import END_RANK, end_leftovers, run_in_daemon_thread
 from ddprun.launch.flags import SHUTDOWN_VARIABLE, rendezvous_parameters
 from ddprun.launch.fork_server import ForkServer
 from ddprun.launch.lifeline import Lifeline
@@ -37,7 +37,7 @@ _CHECKPOINT_S = 30.0  # longest wait for a checkpoint before ranks are ended tha
 
 _EXIT_BARRIER_S = 30.0  # hosts wait so long for each other at the end, to which all come at about one time
 _LEFT_KEY = "ddprun/left"
-_FORCED_KILL_S = 1  # from SIGTERM to SIGKILL where somebody has asked twice
+_FORCED_KILL_S = 1  # from END_RANK to SIGKILL where somebody has asked twice
 _TICK_S = 0.05
 
 _ASK_EVERY_S = 1.0
@@ -189,8 +189,9 @@ class Agent(LocalElasticAgent):
         close = self._pcontext.close
 
         def close_in_time(death_sig: signal.Signals | None = None, timeout: int | None = None) -> None:
-            # Torch 2.11 hands no timeout on, and newer torch 30 s where a rank fails.
-            close(death_sig or signal.SIGTERM, _FORCED_KILL_S if self.kill_at_once else self._close_s)
+            # Torch 2.11 hands no timeout on, and newer torch 30 s where a rank fails. `death_sig` may be a
+            # signal that is no end to a rank.
+            close(END_RANK, _FORCED_KILL_S if self.kill_at_once else self._close_s)
             end_leftovers(started.values(), self._loaded.secrets.redact)
 
         setattr(self._pcontext, "close", close_in_time)  # noqa: B010 (a method, to mypy)
@@ -244,14 +245,14 @@ def make_agent(
 
 def unexplained_exits(failures: Mapping[int, ProcessFailure]) -> str:
     """Which ranks have ended without a message of their own: killed, or with exit code 0 too early; else
-    nothing. When one has failed torchelastic ends the others with SIGTERM.
+    nothing. When one has failed the others are ended with END_RANK.
     """
     codes = {rank: failure.exitcode for rank, failure in sorted(failures.items())}
     if early := [rank for rank, code in codes.items() if code == 0]:
         who = format_ranks(early)
         return f"{who} ended with exit code 0 before the run was over, as os._exit in its own code does"
     by = {rank: signal.Signals(-code) for rank, code in codes.items() if code < 0}
-    others = {rank: number for rank, number in by.items() if number is not signal.SIGTERM}
+    others = {rank: number for rank, number in by.items() if number is not END_RANK}
     if not others and len(failures) > len(by):
         return ""
     found = []

@@ -17,7 +17,7 @@ from ddprun.host.device import default_rank_count
 from ddprun.launch.launcher import Flags, flag_or_variable
 from ddprun.standard_streams import say
 
-SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # seconds from SIGTERM to SIGKILL
+SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # seconds from END_RANK to SIGKILL
 # For runs whose ranks may be started again: seconds for which hosts wait for more of them once there are
 # enough; between two signs of life; how many of these may be missing; seconds until the store has to answer.
 # With torchelastic's own 30, 5, 3 and 60 the others resume 45 s after a host is lost.
