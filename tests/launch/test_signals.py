@@ -127,14 +127,15 @@ def test_sigusr1_takes_a_checkpoint_and_signals_that_were_ignored_stay_ignored(f
     interrupted_with_checkpoint(run)
 
 
-def test_a_signal_that_comes_twice_at_once_is_one_request(folder: Path) -> None:
-    """GNU `timeout` signals its child, and then the child's process group."""
+@pytest.mark.parametrize("again", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_that_come_at_once_are_one_request(folder: Path, again: signal.Signals) -> None:
+    """GNU `timeout` signals its child, and then the child's process group; systemd may send SIGHUP, too."""
     run = folder / "run"
     with Running("endless.yaml", "--run-dir", "run", cwd=folder) as running:
         wait_for_steps(running, run)
         running.process.send_signal(signal.SIGTERM)
         time.sleep(0.05)  # a signal that is still pending would swallow the second one
-        running.process.send_signal(signal.SIGTERM)
+        running.process.send_signal(again)
         done = running.wait(60)
     assert done.code == 130, done.stderr
     assert done.stderr.count("SIGTERM: stopping at the end of the step") == 1

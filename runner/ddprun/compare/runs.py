@@ -264,7 +264,7 @@ def _terminate(processes: Sequence[Popen[bytes]]) -> None:
     left = [process for process in processes if process.poll() is None]
     for process in left:
         process.send_signal(signal.SIGTERM)
-    time.sleep(0.5 if left else 0.0)
+    time.sleep(1.2 if left else 0.0)  # within a second it would be the same request
     for process in left:
         process.send_signal(signal.SIGTERM)  # the second one: at once
     for process in left:

@@ -1,6 +1,5 @@
 """Starting this host's ranks with torchelastic: what torchrun does, with torchrun's flags."""
 
-import math
 import os
 import shutil
 import signal
@@ -33,7 +32,7 @@ from ddprun.watchdog.launcher_watchdog import LauncherWatchdog
 
 _STORE_LINGER_S = 4.0  # the store may end with this process; other hosts still ask it who failed first
 
-_SAME_REQUEST_S = 1.0  # the same signal within this time is the same request
+_SAME_REQUEST_S = 1.0  # a signal within this time is the same request
 
 _NO_DETAILS = " See inner exception for details."  # torchelastic's, with an exception that is not shown
 
@@ -142,21 +141,20 @@ def _resume_hint(folder: Path) -> str:
 def _forward_signals(agent: Agent, scratch: Path, config: LaunchConfig) -> None:
     """SIGUSR1 goes to the ranks, and the first SIGINT, SIGTERM or SIGHUP: they take a checkpoint, and for the
     latter three stop after it, and for SIGUSR1 if `ON_USR1_VARIABLE` says so. The second one, or one that
-    comes before all ranks are there or after the run is over, ends them; the same one again within a second
-    is the same request: GNU `timeout` signals its child, and then the child's process group.
+    comes before all ranks are there or after the run is over, ends them; one within a second of the first is
+    the same request: GNU `timeout` signals its child, and then the child's process group.
 
     Where hosts may leave, SIGTERM is this host's own: its ranks end after a checkpoint, the others continue.
     """
-    first: signal.Signals | None = None
-    first_at = -math.inf
+    first_at: float | None = None
 
     def stop(number: int, _: FrameType | None) -> None:
-        nonlocal first, first_at
-        which, asked = signal.Signals(number), first
-        if which is first and time.monotonic() - first_at < _SAME_REQUEST_S:
+        nonlocal first_at
+        which, asked = signal.Signals(number), first_at is not None
+        if first_at is not None and time.monotonic() - first_at < _SAME_REQUEST_S:
             return
-        if first is None:
-            first, first_at = which, time.monotonic()
+        if first_at is None:
+            first_at = time.monotonic()
         is_over = rank_files.read_outcome(scratch) is not None
         if asked or is_over or len(rank_files.live_rank_pids(scratch)) < config.nproc_per_node:
             agent.kill_at_once = True
