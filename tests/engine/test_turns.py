@@ -165,8 +165,10 @@ def batches_of(data: Any, accumulate: int) -> Iterator[list[Any]]:
             yield batches[start : start + accumulate]
 
 
-def gan_by_hand(accumulate: int, every: int, clip_norm: float | None) -> dict[str, Any]:
-    """Two modules, each under DDP with an optimizer and a schedule of its own: rank 0's weights."""
+def gan_by_hand(accumulate: int, every: int, clip_norm: float | None, sgd: bool = False) -> dict[str, Any]:
+    """Two modules, each under DDP with an optimizer and a schedule of its own: rank 0's weights. The
+    discriminator has Adam, or `sgd`.
+    """
     dist.init_process_group("gloo")
     scope: dict[str, Any] = {}
     exec(compile(MODULE, "turn_nets", "exec"), scope)
@@ -174,10 +176,12 @@ def gan_by_hand(accumulate: int, every: int, clip_norm: float | None) -> dict[st
     gan = scope["Gan"]()
     bce, parts = nn.functional.binary_cross_entropy_with_logits, (gan.discriminator, gan.generator)
     ddps = [DistributedDataParallel(part, broadcast_buffers=False) for part in parts]
-    optimizers = [
+    optimizers: list[torch.optim.Optimizer] = [
         torch.optim.Adam(part.parameters(), lr=lr, betas=(0.5, 0.9))
         for part, lr in zip(parts, (0.01, 0.02), strict=True)
     ]
+    if sgd:
+        optimizers[0] = torch.optim.SGD(parts[0].parameters(), lr=0.1, momentum=0.9)
     schedules = [torch.optim.lr_scheduler.LinearLR(one, total_iters=8) for one in optimizers]
 
     def d_loss(real: Tensor) -> Tensor:
@@ -230,6 +234,18 @@ def test_a_gan_is_bitwise_a_plain_ddp_loop(
     }
     run = run_pipeline(tmp_path, written(tmp_path, **changes), ranks)
     for name, value in as_processes(ranks, gan_by_hand, accumulate, every, clip)[0].items():
+        assert torch.equal(weights(run)[name], torch.from_numpy(value)), name
+
+
+def test_networks_with_optimizers_of_two_kinds_are_bitwise_a_plain_ddp_loop(tmp_path: Path) -> None:
+    """The first one takes its network's biases, too."""
+    text = written(tmp_path, CLIP="0.05").replace(
+        "{adam: {lr: 0.01, betas: [0.5, 0.9]}}",
+        "{sgd: {lr: 0.1, momentum: 0.9}, others: {adam: {lr: 0.02, betas: [0.5, 0.9]}}}",
+    )
+    both = '{match: "discriminator.*", optimizer: first}, {match: "generator.*", optimizer: others}'
+    run = run_pipeline(tmp_path, text.replace('{match: "generator.*", lr: 0.02}', both), 2)
+    for name, value in as_processes(2, gan_by_hand, 1, 1, 0.05, True)[0].items():
         assert torch.equal(weights(run)[name], torch.from_numpy(value)), name
 
 

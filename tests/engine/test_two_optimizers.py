@@ -139,6 +139,17 @@ def test_a_group_may_give_matrices_to_the_other_one(tmp_path: Path) -> None:
     }
 
 
+def test_a_group_may_give_any_parameter_to_the_first_one(tmp_path: Path) -> None:
+    """Such as each network of a GAN to its own. Where it cannot take one, it says so itself."""
+    groups = "groups: [{match: ['body.*', 'conv.*'], optimizer: first}, {match: '*', optimizer: others}]"
+    first = {name for name in VECTORS | MATRICES if name.startswith(("body", "conv"))}
+    model, optimizer = built(prepared(tmp_path, "{sgd: {lr: 0.1}, others: {adam: {lr: 0.01}}}", groups))
+    assert names(model, optimizer) == [first, (VECTORS | MATRICES) - first]
+    assert [type(one) for one in optimizer.both] == [torch.optim.SGD, torch.optim.Adam]
+    with pytest.raises(PipelineError, match=r"optimizer\.Muon: Muon only supports 2D parameters"):
+        built(prepared(tmp_path, more=groups))
+
+
 def test_its_state_has_a_size_and_its_groups_have_names(tmp_path: Path) -> None:
     """For predictions and reports."""
     path = prepared(tmp_path, more=GROUPS)
@@ -284,9 +295,10 @@ FAULTS = [
     ("{muon: {}, others: {adamw: {lrr: 1}}}", "", 'optimizer.others.adamw.lrr: adamw has no option "lrr"'),
     ("{muon: {}, others: adamw, closure: true}", "", "optimizer.closure: two optimizers take no closure"),
     ("adamw", "groups: [{match: '*.bias', optimizer: others}]", 'groups[0].optimizer: "optimizer: others"'),
+    ("adamw", "groups: [{match: '*.bias', optimizer: first}]", 'groups[0].optimizer: "optimizer: first"'),
     ("adamw", "groups: [{match: '*.bias', optimizer: adam}]", 'groups[0].optimizer: unknown value "adam"'),
-    (BOTH, "groups: [{match: '*', optimizer: others}]", 'no parameter is left for "Muon"'),
-    (BOTH, "freeze: ['*bias', 'conv*', 'norm*']", 'no parameter is left for "AdamW"'),
+    (BOTH, "groups: [{match: '*', optimizer: others}]", '"Muon"; a group can have optimizer: first'),
+    (BOTH, "freeze: ['*bias', 'conv*', 'norm*']", '"AdamW"; a group can have optimizer: others'),
     (BOTH, "groups: [{match: 'body.*', ns_steps: 3}]", 'groups[0]: it has parameters for "AdamW", which'),
 ]  # fmt: skip
 

@@ -71,7 +71,7 @@ def _fixed_optimizer_parts(pipeline: Pipeline) -> dict[str, Any]:
     turns = {(turn.name, turn.match) for stage in pipeline.train_stages() for turn in stage.turns or ()}
     return {
         "optimizer": ", others: ".join(pipeline.optimizer.optimizers()),
-        "groups": [[*group.match, *["others"] * group.others] for group in pipeline.groups],
+        "groups": [[*group.match, *filter(None, [group.optimizer])] for group in pipeline.groups],
         "freeze": freezes if len(freezes) > 1 else freezes[0],
         "stages": [{"name": name, "match": list(match)} for name, match in sorted(turns)],
     }

@@ -102,12 +102,12 @@ class ParameterGroup(Options):
     match: OneOrMore
     """Patterns of the parameters' names."""
 
-    optimizer: Literal["others"] | None = Field(default=None, exclude=True)
-    """`others`: the second optimizer updates them."""
+    optimizer: Literal["first", "others"] | None = Field(default=None, exclude=True)
+    """Which of two optimizers updates them, whatever their shape: the first, or the one of `others`."""
 
     @model_validator(mode="after")
     def _has_options(self) -> Self:
-        if not (self.options or self.others):
+        if not (self.options or self.optimizer):
             hint = "write {match: pattern, weight_decay: 0}"
             raise problem("a group needs options of its own", hint, at="match")
         return self
@@ -116,11 +116,6 @@ class ParameterGroup(Options):
     def options(self) -> dict[str, Any]:
         """The optimizer's, as far as they are other ones than those of all parameters."""
         return self.model_extra or {}
-
-    @property
-    def others(self) -> bool:
-        """Whether the optimizer of `others` updates them."""
-        return self.optimizer is not None
 
 
 ParameterGroups = Annotated[tuple[ParameterGroup, ...], Field(strict=False)]

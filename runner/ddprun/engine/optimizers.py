@@ -85,7 +85,7 @@ def _group_options(loaded: LoadedPipeline, index: int, chosen: ChoiceBuilder) ->
 def _build_two_optimizers(
     loaded: LoadedPipeline, model: nn.Module, turns: Turns, chosen: ChoiceBuilder, others: ChoiceBuilder
 ) -> "TwoOptimizers":
-    """The first takes the matrices, but for those of groups with `optimizer: others`."""
+    """The first takes the matrices; groups with `optimizer` say themselves which of the two takes them."""
     groups, builders = loaded.pipeline.groups, [chosen, others]
     numbers = [{"group": index} for index in range(len(groups))]
     divided = parameter_groups(loaded, model, numbers, turns.params_of_partial_turns)
@@ -93,17 +93,18 @@ def _build_two_optimizers(
     for group in divided if groups or turns.params_of_partial_turns else [{"params": divided}]:
         index: Any = group.pop("group", None)
         parts: list[list[Tensor]] = [[], []]
+        wanted = None if index is None else groups[index].optimizer
         for param in group["params"]:
-            parts[param.dim() != 2 or (index is not None and groups[index].others)].append(param)
+            parts[param.dim() != 2 if wanted is None else wanted == "others"].append(param)
         for into, params, builder in zip(found, parts, builders, strict=True):
             if params:
                 options = {} if index is None else _group_options(loaded, index, builder)
                 into.append({"params": params, **options})
     made: list[Optimizer] = []
-    for builder, own, lacks in zip(builders, found, ("is a matrix", "is no matrix"), strict=True):
+    for builder, own, name in zip(builders, found, ("first", "others"), strict=True):
         if not own:
-            text = f'no parameter is left for "{builder.name}": none that is trained {lacks}'
-            raise builder.error(text, "a group can have optimizer: others")
+            text = f'no parameter is left for "{builder.name}"'
+            raise builder.error(text, f"a group can have optimizer: {name}")
         optimizer: Any = builder.construct(torch.optim, _optimizer_argument(builder, model, own), Optimizer)
         for refused, why in (
             (requires_closure(optimizer), "takes a closure"),

@@ -108,9 +108,10 @@ def _nesterov_needs_momentum(pipeline: Pipeline) -> Iterator[KeyConflict]:
 def _options_of_groups(pipeline: Pipeline) -> Iterator[KeyConflict]:
     """Each option of a group is one of the optimizer, and of its type."""
     for index, group in enumerate(pipeline.groups):
-        optimizer = pipeline.optimizer.beside.get("others") if group.others else pipeline.optimizer
-        if optimizer is None:
-            text = '"optimizer: others" needs a second optimizer'
+        second = pipeline.optimizer.beside.get("others")
+        optimizer = second if group.optimizer == "others" else pipeline.optimizer
+        if group.optimizer and second is None:
+            text = f'"optimizer: {group.optimizer}" needs a second optimizer'
             hint = f"write optimizer: {{{pipeline.optimizer.name}: {{…}}, others: {{adamw: {{…}}}}}}"
             yield KeyConflict(f"groups[{index}].optimizer", text, hint)
         if optimizer is None or optimizer.source != "torch":
