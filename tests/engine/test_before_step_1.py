@@ -285,14 +285,16 @@ def test_a_metric_that_raises_does_so_before_step_1(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("momentum", "checkpoint"), [("0", "{every: 2}"), ("0.9", "{keep: 0}")], ids=["no state", "no checkpoint"]
+    ("kind", "momentum", "checkpoint"),
+    [("Wrapper", "0", "{every: 2}"), ("Wrapper", "0.9", "{keep: 0}"), ("OddState", "0.9", "{keep: 0}")],
+    ids=["no state", "no checkpoint", "no checkpoint of an odd state"],
 )
-def test_an_inner_optimizer_without_state_to_keep_may_be_used(
-    tmp_path: Path, momentum: str, checkpoint: str
+def test_an_optimizer_whose_state_need_not_be_kept_may_be_used(
+    tmp_path: Path, kind: str, momentum: str, checkpoint: str
 ) -> None:
     """The trial step that shows this changes no weight: they are as with plain SGD, bit for bit."""
     found = []
-    for name, optimizer in (("plain", "sgd"), ("wrapped", "mine.Wrapper")):
+    for name, optimizer in (("plain", "sgd"), ("own", f"mine.{kind}")):
         (tmp_path / name).mkdir()
         options = f"{{{optimizer}: {{lr: 0.1, momentum: {momentum}}}}}"
         changes = {"OPTIMIZER": options, "{every: 2}": checkpoint, "EVALUATE": "save"}

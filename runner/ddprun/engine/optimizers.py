@@ -181,15 +181,16 @@ def _optimizer_argument(chosen: ChoiceBuilder, model: nn.Module, params: list[An
 
 def _check_step_and_state_dict(chosen: ChoiceBuilder, optimizer: Optimizer) -> None:
     """Raise a PipelineError if an optimizer's step takes arguments, or checkpoints would miss its state."""
-    kind = type(optimizer)
     try:
         inspect.signature(optimizer.step).bind(*([abs] if requires_closure(optimizer) else []))
     except TypeError as error:
         raise chosen.error(f"its step() is called without arguments: {error}") from None
+    if not chosen.loaded.pipeline.checkpoint.keep:
+        return
     if not {"state", "param_groups"}.issubset(held := optimizer.state_dict()):
         has = f"its state_dict() holds {', '.join(map(str, held)) or 'nothing'}"
         raise chosen.error(has, "a checkpoint needs torch's form: state and param_groups")
-    own = not chosen.loaded.pipeline.checkpoint.keep or kind.state_dict is not Optimizer.state_dict
+    own = type(optimizer).state_dict is not Optimizer.state_dict
     for name, inner in () if own else vars(optimizer).items():
         if isinstance(inner, Optimizer) and inner.state is not optimizer.state and _keeps_state(inner):
             text = f'a checkpoint would leave out the state of "{name}", the {type(inner).__name__} inside it'
