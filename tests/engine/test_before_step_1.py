@@ -326,6 +326,26 @@ def test_the_trial_leaves_no_trace(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"MODEL": "mine.Forces"},
+        {"MODEL": "mine.Lazy", "LOSS": "mine.penalty", "DROP_LAST": "true"},
+        {"MODEL": "{mine.normed: {channels: 2}}", "LOSS": "mine.penalty"},
+    ],
+    ids=["buckets", "lazy parameters", "a last batch of one sample"],
+)
+def test_passes_before_step_1_record_gradients_as_steps_do(tmp_path: Path, changes: dict[str, str]) -> None:
+    """Where the model or the loss computes some itself; in `explain`, too."""
+    codes, said = run(tmp_path, EVALUATE="save", **changes)
+    assert codes == [0, 0], said
+    explained = explain(load(tmp_path / "p.yaml"), hosts=1, ranks_per_host=2)
+    (buckets,) = explained.probe.gradient_buckets.values()
+    (started,) = [event for event in events(tmp_path / "run") if event["event"] == "started"]
+    layout = [[param.name for param in one.params] for one in buckets.layouts]
+    assert layout == [bucket["params"] for bucket in started["buckets"]]
+
+
 def test_batchnorm_over_one_sample(tmp_path: Path) -> None:
     """It is refused where an epoch ends with one, be it of a stage's own data; not where each channel of a
     sample has several values, where such a batch is dropped, or where steps end before it.

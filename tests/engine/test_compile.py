@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -320,6 +321,36 @@ def test_explain_shows_the_graphs_and_buckets_of_the_run(runs: dict[str, Path]) 
     assert (shown["mode"], shown["blocks"], len(shown["graphs"][0]["parts"])) == ("default", [""], 2)
     plain = explain(load(runs["null"].parent / "null.yaml"), hosts=1, ranks_per_host=2)
     assert plain.to_json_data()["compile"] is None
+
+
+def rank_without_kernels(file: Path, run_dir: Path, said: Path) -> int:
+    compiling.compile_model = partial(compile_model, backend="aot_eager")
+    return to_its_end(load(file), run_dir, said)
+
+
+def test_passes_before_step_1_record_gradients_as_steps_do(tmp_path: Path) -> None:
+    """A loss may compute some itself: in the passes that compile, and in those before, as `explain` does."""
+    (tmp_path / "penalised.py").write_text(
+        """
+import torch
+
+
+def loss(output, target):
+    loss = torch.nn.functional.cross_entropy(output, target)
+    (slopes,) = torch.autograd.grad(loss, output, create_graph=True)
+    return loss + slopes.square().sum()
+"""
+    )
+    (tmp_path / "p.yaml").write_text(
+        f"{BASE}loss: penalised.loss\ncompile: true\nstages: [train: {{steps: 2}}]\n"
+    )
+    arguments = tmp_path / "p.yaml", tmp_path / "run", (said := tmp_path / "said.txt")
+    codes = as_processes(1, rank_without_kernels, *arguments, cwd=tmp_path, timeout_s=COMPILING_S)
+    assert codes == [0], said.read_text()
+    explained = explain(load(tmp_path / "p.yaml"), hosts=1, ranks_per_host=2)
+    assert explained.probe.compiled is not None
+    (compiled,) = [event for event in events(tmp_path / "run") if event["event"] == "compiled"]
+    assert compiled["graphs"] == len(explained.probe.compiled.graphs) == 1
 
 
 @needs_compiler

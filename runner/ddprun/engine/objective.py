@@ -445,9 +445,8 @@ def initialize_lazy_parameters(model: nn.Module, objective: Objective, feed: Fee
     """
     if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
         model.eval()
-        with torch.no_grad():
-            for name in turns.names or [None]:  # a pipeline may only evaluate
-                objective(model, objective.training_batch(feed.first_batch()), name)
+        for name in turns.names or [None]:  # a pipeline may only evaluate
+            objective(model, objective.training_batch(feed.first_batch()), name)
         objective.called.clear()  # passes in training may give other numbers beside the loss
         objective.value_names.clear()
         model.train()
@@ -468,7 +467,7 @@ def check_last_batch(
         return
     if min(all_gather_number(control, feed.last_batch_size(), "samples of the last batch")) > 1:
         return
-    with preserve_state(objective.precision.device, model, objective.loss), torch.no_grad():
+    with preserve_state(objective.precision.device, model, objective.loss):
         model.train()
         try:
             for name in turn_names:

@@ -243,22 +243,26 @@ def _compile(
         for stage in stages_with_steps
         for turn in turns.by_stage[stage.index]
     )
-    for feed, name in dict.fromkeys((feed, turn.name) for feed, turn, _ in passes):
-        warmup_pass(model, objective, feed, name, backward=False)  # what fails here is the model's own
+
+    def run_passes() -> None:
+        try:
+            for feed, turn, backward in passes:
+                turns.select(turn.params)
+                warmup_pass(model, objective, feed, turn.name, backward=backward)
+        finally:
+            turns.select(None)
+
+    run_passes()  # what fails here is the model's own
     started = time.monotonic()
     compiler, blocks = compiling.compile_model(loaded, model, ranks_here=ranks.environment.local_world_size)
     what = compiling.describe(blocks)
     reporter.note(f"compiling {what}: this may take minutes")
     try:
-        for feed, turn, backward in passes:
-            turns.select(turn.params)
-            warmup_pass(model, objective, feed, turn.name, backward=backward)
+        run_passes()
     except Exception as error:
         if (compile_error := compiling.as_compile_error(loaded, error, compiling=True)) is not None:
             raise compile_error from error
         raise
-    finally:
-        turns.select(None)
     if passes and not compiler.graphs:
         why = "; ".join(one.reason for one in compiler.breaks) or "torch gives no reason"
         problem = f"torch.compile found nothing to compile in {what}: {why}"

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -174,13 +175,16 @@ def _compile_model(
     loaded: LoadedPipeline, model: nn.Module, objective: Objective, feed: Feed, turns: Turns
 ) -> CompileReport:
     """Compile the model without building kernels: graphs, and the order of gradients, are those of a run."""
-    for name in turns.names:
-        warmup_pass(model, objective, feed, name, backward=False)  # what fails here is the model's own
-    compiler, blocks = compiling.compile_model(loaded, model, backend="aot_eager")
-    try:
-        trained = {turn for stage in loaded.pipeline.train_stages() for turn in turns.by_stage[stage.index]}
+    trained = {turn for stage in loaded.pipeline.train_stages() for turn in turns.by_stage[stage.index]}
+
+    def run_passes() -> None:
         for turn in turns.select_each(turns.all()):
             warmup_pass(model, objective, feed, turn.name, backward=turn in trained)
+
+    run_passes()  # what fails here is the model's own
+    compiler, blocks = compiling.compile_model(loaded, model, backend="aot_eager")
+    try:
+        run_passes()
     except Exception as error:
         if (fault := compiling.as_compile_error(loaded, error, compiling=True)) is not None:
             raise fault from error
@@ -197,14 +201,16 @@ def _buckets(
     asked = bool(ddp.static_graph or ddp.find_unused_parameters or sparse_parameters(model))
     if asked or loaded.pipeline.compile is not None:
         return GradientBuckets(_bucket_layouts_from_ddp(loaded, model, objective, feed, turn), caps, None)
-    warmup_pass(model, objective, feed, turn, backward=False)  # what fails here is the model's own
     with seeding.preserve_rng_state(objective.precision.device):
         content, ready = objective.training_batch(feed.first_batch()), dict[str, Tensor]()
     model.train()
-    # A model that looks at values cannot run without them: then it runs with them.
+    # A model that looks at values, or computes gradients itself, cannot run without: then it runs with them.
     state = seeding.preserve_state(objective.precision.device, model, objective.loss)
-    with suppress(Exception), state, FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        ready = _params_in_ready_order(model, objective, content, turn, partial(_without_values, fake))
+    with suppress(Exception):
+        with warnings.catch_warnings(action="ignore"):
+            warmup_pass(model, objective, feed, turn, backward=False)  # fills caches with values
+        with state, FakeTensorMode(allow_non_fake_inputs=True) as fake:
+            ready = _params_in_ready_order(model, objective, content, turn, partial(_without_values, fake))
     if not ready:
         with seeding.preserve_rng_state(objective.precision.device):
             ready = _params_in_ready_order(model, objective, content, turn, lambda value: value)
