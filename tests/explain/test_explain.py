@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from ddprun.config import load
+from ddprun.config import PipelineError, load
 from ddprun.explain import model_probe, traffic
 from ddprun.explain.explain import explain
 from ddprun.explain.model_probe import GradientBuckets, ModelProbe
@@ -383,6 +383,61 @@ class Net(nn.Linear):
     file.write_text(f"{HEAD.format(model=model)}stages: [train: {{steps: 1}}]\n")
     gradients = buckets_of(explain(load(file), hosts=1, ranks_per_host=2).probe)
     assert [param.name for param in gradients.layouts[0].params] == ["bias", "weight"]
+
+
+REENTRANT = """
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Net(nn.Module):
+    def __init__(self, times=1):
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(64, 16), nn.Linear(16, 16), nn.Linear(16, 10)
+        self.times = times
+
+    def forward(self, x):
+        hidden = self.first(x.flatten(1))
+        for _ in range(self.times):
+            hidden = checkpoint(self.inner, hidden, use_reentrant=True)
+        return self.last(hidden)
+
+
+class WithoutGradients(nn.Linear):
+    def forward(self, x):
+        with torch.no_grad():
+            return super().forward(x.flatten(1))
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ("Net: {}", ""),
+        ("Net: {times: 0}", "ddp.find_unused_parameters: .* inner.weight, inner.bias took no part"),
+        ("Net: {times: 2}", "ddp: a backward pass has completed a gradient twice, as reentrant"),
+        ("WithoutGradients: {in_features: 64, out_features: 10}", "model: the loss has no gradient"),
+    ],
+)
+def test_what_backward_completes_is_left_to_ddp_where_a_checkpoint_hides_it(
+    model: str, told: str, tmp_path: Path
+) -> None:
+    """A reentrant one. What DDP does not take is told as a run tells it."""
+    (tmp_path / "reentrant.py").write_text(REENTRANT)
+    text = f"{HEAD.format(model=f'reentrant.{model}')}ddp: {{bucket_cap_mb: 0.0001}}\n"
+    text = f"{text.replace('ddp: {bucket_cap_mb: 1}', '')}stages: [train: {{steps: 1}}]\n"
+    if told:
+        (tmp_path / "run.yaml").write_text(text)
+        with pytest.raises(PipelineError, match=told):
+            explain(load(tmp_path / "run.yaml"), hosts=1, ranks_per_host=2)
+        return
+    run_dir = run_pipeline(tmp_path, text, 2)
+    found = buckets_of(explain(load(tmp_path / "run.yaml"), hosts=1, ranks_per_host=2).probe)
+    (started,) = [event for event in events(run_dir) if event["event"] == "started"]
+    buckets = [bucket["params"] for bucket in started["buckets"]]
+    assert [[param.name for param in one.params] for one in found.layouts] == buckets
+    assert len(buckets) > 1
 
 
 KEEPS = """

@@ -33,7 +33,7 @@ from ddprun.engine.optimizers import build_optimizer, check_closure, settings_of
 from ddprun.engine.turns import Turns, build_turns
 from ddprun.host.code_folders import prepare_imports
 from ddprun.host.device import gpu_count
-from ddprun.parallel.ddp import DdpReplica, predict_bucket_layout, sparse_parameters
+from ddprun.parallel.ddp import DdpReplica, as_backward_error, predict_bucket_layout, sparse_parameters
 from ddprun.sync.buffers import BufferUse, trainable_parameters
 from ddprun.units import format_count
 from ddprun_hooks.buckets import BucketLayout
@@ -167,7 +167,14 @@ def probe_model(loaded: LoadedPipeline, world: WorldShape) -> ModelProbe:
     if pipeline.compile is not None:
         compiled = _compile_model(loaded, model, objective, feeds.main, turns)
     exchanging = turns.select_each(turns.exchanging(loaded))
-    gradients = {turn.key: _buckets(loaded, model, objective, feeds.main, turn.name) for turn in exchanging}
+    gradients = dict[tuple[str | None, ...], GradientBuckets]()
+    try:
+        for turn in exchanging:
+            gradients[turn.key] = _buckets(loaded, model, objective, feeds.main, turn.name)
+    except RuntimeError as error:
+        if (fault := as_backward_error(loaded, error)) is not None:
+            raise fault from error
+        raise
     return ModelProbe(model, gradients, verdict, optimizer, feeds, device, compiled)
 
 
@@ -214,8 +221,9 @@ def _buckets(
     if not ready:
         with seeding.preserve_rng_state(objective.precision.device):
             ready = _params_in_ready_order(model, objective, content, turn, lambda value: value)
-    if missing := [name for name in trainable_parameters(model) if name not in ready]:
-        raise objective.unused_parameters_error(missing, "the loss of a rank's first batch")
+    # DDP knows what a reentrant checkpoint hides here, and what no loss uses.
+    if not ready.keys() >= trainable_parameters(model).keys():
+        return GradientBuckets(_bucket_layouts_from_ddp(loaded, model, objective, feed, turn), caps, None)
     return GradientBuckets(predict_bucket_layout(ready, caps), caps, ready)
 
 
