@@ -65,14 +65,16 @@ class Samples(Dataset):
 class Heads(nn.Module):
     '''Uses its second head for so many forward passes only.'''
 
-    def __init__(self, passes=0, ignored=False):
+    def __init__(self, passes=0, ignored=False, freezes=False):
         super().__init__()
         self.first, self.second, self.left = nn.Linear(4, 2), nn.Linear(4, 2), passes
+        self.freezes = freezes
         if ignored:
             self._ddp_params_and_buffers_to_ignore = ["second.weight", "second.bias"]
 
     def forward(self, numbers):
         self.left -= 1
+        self.second.requires_grad_(self.left >= 0 or not self.freezes)
         return self.first(numbers) + (self.second(numbers) if self.left >= 0 else 0)
 """
 PIPELINE = """
@@ -119,6 +121,19 @@ def test_parameters_that_take_no_part_are_named(tmp_path: Path, model: str, of: 
     assert "^" not in printed
     assert "Traceback" not in printed
     assert "find_unused_parameters=True" not in printed
+
+
+@pytest.mark.parametrize(("passes", "place"), [(1, "a rank's first batch"), (2, "rank [01] in step 3")])
+def test_parameters_that_a_model_freezes_itself_are_named(tmp_path: Path, passes: int, place: str) -> None:
+    """And no others of their bucket."""
+    printed = said(tmp_path, f"{{mine.Heads: {{passes: {passes}, freezes: true}}}}")
+    told = (
+        rf"but second.weight, second.bias took no part in the loss of {place}, so ranks would wait for their "
+        "gradients forever; their requires_grad was turned off after the start: write it as freeze of a "
+        r"stage, or write ddp: \{find_unused_parameters: true\}"
+    )
+    assert re.search(told, printed), printed
+    assert "Traceback" not in printed
 
 
 def test_parameters_that_ddp_ignores_may_take_no_part(tmp_path: Path) -> None:

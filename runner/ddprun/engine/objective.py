@@ -23,7 +23,7 @@ from ddprun.engine.model_with_loss import loss_joins_model
 from ddprun.engine.samples import describe_sample
 from ddprun.engine.seeding import preserve_rng_state, preserve_state
 from ddprun.engine.turns import Turns
-from ddprun.parallel.ddp import DdpReplica, without_gradient
+from ddprun.parallel.ddp import DdpReplica
 from ddprun.sync.buffers import BufferUse, clone_buffers, load_buffers, probe_buffer_use
 from ddprun.units import abbreviated_list
 from ddprun_hooks.comm.control import ControlChannel
@@ -384,14 +384,17 @@ class Objective:
             return samples
         return _count_weighted_targets(target, loss, self.ignore_index)
 
-    def unused_parameters_error(self, names: Sequence[str], loss_name: str) -> PipelineError:
+    def unused_parameters_error(self, missing: Mapping[str, Tensor], loss_name: str) -> PipelineError:
         """An error for parameters that took no part in a loss, where DDP waits for all gradients."""
         key = "ddp.find_unused_parameters"
         false = "is false" if self._loaded.is_given(key) else "is false, its default"
-        problem = f"{false}, but {abbreviated_list(names, 8)} took no part in {loss_name}"
+        problem = f"{false}, but {abbreviated_list([*missing], 8)} took no part in {loss_name}"
         problem += ", so ranks would wait for their gradients forever"
         allowed = "write ddp: {find_unused_parameters: true}, or leave them out of the model, or freeze them "
         allowed += "(requires_grad_(False)), or, if they are in a reentrant checkpoint, use_reentrant=False"
+        if not any(param.requires_grad for param in missing.values()):
+            allowed = "their requires_grad was turned off after the start: write it as freeze of a stage, or "
+            allowed += "write ddp: {find_unused_parameters: true}"
         return self._loaded.error(key, problem, allowed)
 
 
@@ -541,7 +544,7 @@ def settle_layout(
         model.train()
         for _ in range(3 if settings.static_graph else 2):
             objective(replica.ddp, content, turn).loss.backward()  # type: ignore[no-untyped-call]
-            missing = without_gradient(model)
+            missing = replica.without_gradient()
             if missing and not (settings.find_unused_parameters or settings.static_graph):
                 raise objective.unused_parameters_error(missing, "the loss of a rank's first batch")
             model.zero_grad(set_to_none=True)

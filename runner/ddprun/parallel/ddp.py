@@ -79,6 +79,9 @@ class DdpReplica:
         device_ids = [device] if device.type == "cuda" else None
         self.ddp = DistributedDataParallel(model, device_ids=device_ids, init_sync=False, **options)
         self.dispatcher = BucketDispatcher(self.ddp, queue, stack, first_bucket)
+        ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())  # as DDP itself reads it
+        named = model.named_parameters()
+        self._params = {name: one for name, one in named if one.requires_grad and name not in ignored}
         self.settings = settings
 
     def begin_stage(self, stack: Stack, group: RankGroup) -> str:
@@ -91,7 +94,13 @@ class DdpReplica:
         context: AbstractContextManager[None] = self.ddp.no_sync() if wanted else nullcontext()
         return context
 
-    def backward(self, loss: Tensor, traces: list[BucketTrace[Any]], *, exchange: bool) -> Sequence[str]:
+    def without_gradient(self) -> dict[str, Tensor]:
+        """Parameters, by name, that a backward pass should have given a gradient, and has not."""
+        return {name: param for name, param in self._params.items() if param.grad is None}
+
+    def backward(
+        self, loss: Tensor, traces: list[BucketTrace[Any]], *, exchange: bool
+    ) -> Mapping[str, Tensor]:
         """A backward pass of a `loss` of shape (), with each bucket's trace for `traces`. If not `exchange`,
         the forward pass ran under `ddp.no_sync()`. Gives parameters without a gradient: DDP waits for them.
         """
@@ -106,8 +115,9 @@ class DdpReplica:
             raise
         finally:
             self.dispatcher.traces = None
-        missing = self.dispatcher.unsent_params if exchange else ()
-        return missing and ([name for name in without_gradient(self.model) if name in missing] or missing)
+        unsent = self.dispatcher.unsent_params if exchange else ()
+        waiting = {name: param for name, param in self._params.items() if name in unsent} if unsent else {}
+        return {name: param for name, param in waiting.items() if param.grad is None} or waiting
 
 
 def predict_bucket_layout(
@@ -136,13 +146,3 @@ def sparse_parameters(model: nn.Module) -> dict[str, Tensor]:
         for name, module in model.named_modules()
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
     }
-
-
-def without_gradient(model: nn.Module) -> list[str]:
-    """Parameters that a backward pass should have given a gradient, and has not; none that DDP ignores."""
-    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())  # as DDP itself reads it
-    return [
-        name
-        for name, param in model.named_parameters()
-        if param.requires_grad and param.grad is None and name not in ignored
-    ]
