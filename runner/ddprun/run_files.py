@@ -122,7 +122,8 @@ def read_json_object(folder: Path, name: str | Path) -> dict[str, Any]:
     wrong with it.
     """
     with open_file(folder, name) as file:
-        found = parse_json(file.read(MAX_JSON_BYTES + 1))
+        size = os.fstat(file.fileno()).st_size  # `read` makes room for all that it may get
+        found = parse_json(file.read(min(size, MAX_JSON_BYTES) + 1))
     if not isinstance(found, dict):
         raise ValueError("not a JSON object")
     return found

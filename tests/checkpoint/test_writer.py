@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest import mock
 
 import pytest
 import torch
@@ -116,7 +116,7 @@ def test_one_that_comes_too_soon_is_not_missed_where_the_end_writes_it(tmp_path:
     first = everyone(ranks, 20, wait=True)
     assert first.checkpoint is not None
     close(ranks)
-    session: Any = Mock()
+    session: Any = mock.Mock()
     session.reporter.note = said.append
     session.runtime.memory_checkpoints, session.runtime.checkpoints = None, ranks[0]
     session.runtime.display_path = Path
@@ -146,6 +146,23 @@ def test_a_part_that_fails_by_something_else_than_the_disk_is_named_at_once(tmp_
     assert everyone(ranks, 10).problem == "rank 1 cannot write it: MemoryError()"
     close(ranks)
     assert folder.steps_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("error", [MemoryError(), PermissionError("no")])
+def test_older_ones_that_cannot_be_deleted_end_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+) -> None:
+    """The checkpoint is there, rank 0 says what is wrong, and so training goes on, and ends."""
+    monkeypatch.setattr(folder, "prune", mock.Mock(side_effect=error))
+    ranks = writers(tmp_path)
+    for step in (10, 20):
+        assert everyone(ranks, step, wait=True).checkpoint is not None
+    close(ranks)
+    said = f"ddprun: rank 0: cannot delete older checkpoints at step 20: {error!r}\n"
+    assert capsys.readouterr().err.endswith(said)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import random
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from ddprun.run_files import (
     names_in,
     open_file,
     parse_json,
+    read_json_object,
     replace_atomically,
 )
 from ddprun.telemetry.reader import log_file
@@ -659,6 +661,17 @@ def test_a_summary_says_which_file_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file") as raised:
         write_summary(tmp_path / "gone", Summary(status="done", steps=1))
     assert raised.value.filename == str(tmp_path / "gone")
+
+
+def test_a_short_file_takes_no_room_for_a_long_one(tmp_path: Path) -> None:
+    """A run that is short of memory reads manifests, too."""
+    (tmp_path / "run.json").write_text("{}")
+    tracemalloc.start()
+    try:
+        assert read_json_object(tmp_path, "run.json") == {}
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_json_is_bounded() -> None:

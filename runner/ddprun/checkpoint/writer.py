@@ -12,7 +12,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from ddprun.checkpoint import folder
 from ddprun.checkpoint.codec import EncodedState
 from ddprun.checkpoint.folder import Checkpoint, FileRecords
 from ddprun.checkpoint.location import CheckpointLocation, plan_transfers, run_transfers
+from ddprun.standard_streams import say
 from ddprun_hooks.comm.control import ControlChannel
 from ddprun_hooks.comm.gpu import PinnedStaging
 
@@ -173,22 +173,25 @@ class CheckpointWriter:
                 last_over, last_written = json.loads(self.store.get(_OVER_KEY))
             return last_over >= job.number
 
-        with suppress(RuntimeError):  # the store is gone: the run is about to end
+        try:
             if self.rank == 0:
                 if outcome is not None and outcome.checkpoint is not None:
                     self._last_written = job.number
                 self.store.set(_OVER_KEY, json.dumps([job.number, self._last_written]))
             until = time.monotonic() + 2 * self.timeout_s
             _wait_until(lambda: is_over() or (not leads and self._another_waits(job)), until)
-        if last_over < job.number:
-            return
-        written = last_written >= job.number
-        if leads and written:
-            folder.prune(self.root, self.keep)
-        elif self._committed == job.number:  # another leader could not name it
-            folder.remove_tree(self.root / folder.checkpoint_name(job.step))
-        if job.parts:
-            self.after_write(job.enqueued_ns)
+            if last_over < job.number:
+                return
+            if leads and last_written >= job.number:
+                folder.prune(self.root, self.keep)
+            elif self._committed == job.number:  # another leader could not name it
+                folder.remove_tree(self.root / folder.checkpoint_name(job.step))
+            if job.parts:
+                self.after_write(job.enqueued_ns)
+        except RuntimeError:  # the store is gone: the run is about to end
+            pass
+        except Exception as error:  # such as too little memory; without this thread training would wait
+            say(f"rank {self.rank}: cannot delete older checkpoints at step {job.step}: {error!r}")
 
     def _another_waits(self, job: _Job) -> bool:
         return self._closing or self._current_job not in (None, job)
