@@ -75,16 +75,19 @@ def facts_of(folder: Path) -> list[dict[str, object]]:
 
 def test_a_forked_rank_is_as_a_fresh_one(folder: Path) -> None:
     """Parent, session, signals, paths, arguments, variables, files: as of processes that were executed, under
-    `nohup` here.
+    `nohup` here. Neither leaves temporary files behind.
     """
-    shell = ["bash", "-c", 'trap \'\' HUP; exec 77</dev/null; exec "$0" "$@"']
+    (folder / "temporary").mkdir()
+    environment = {**MINE, "TMPDIR": str(folder / "temporary")}
+    shell = ["bash", "-c", 'trap \'\' HUP; unset TORCHINDUCTOR_CACHE_DIR; exec 77</dev/null; exec "$0" "$@"']
     found = []
     for preload in ("[]", "null"):
         command = ("p.yaml", "--run-dir", f"run{preload}", "--set", f"launch.preload={preload}")
-        with Running(*command, cwd=folder, prefix=shell, environment=MINE) as running:
+        with Running(*command, cwd=folder, prefix=shell, environment=environment) as running:
             launcher = running.process.pid
             done = running.wait(60)
         assert (done.code, "afresh" in done.stderr) == (0, False), done.stderr
+        assert list((folder / "temporary").iterdir()) == []
         of_ranks = facts_of(folder)
         assert [one.pop("parent") for one in of_ranks] == [launcher] * 2
         found.append(of_ranks)

@@ -370,8 +370,10 @@ def test_a_gpu_that_is_not_there_is_told_with_its_place(
 def test_a_signal_while_torch_is_imported_ends_it_at_once(
     folder: Path, number: signal.Signals, code: int
 ) -> None:
-    """Nothing is running yet, and nothing is printed."""
-    with Running("endless.yaml", cwd=folder, fresh=True) as running:
+    """Nothing is running yet, and nothing is printed, or left behind."""
+    (folder / "temporary").mkdir()
+    environment = {"TMPDIR": str(folder / "temporary")}
+    with Running("endless.yaml", cwd=folder, fresh=True, environment=environment) as running:
         end = time.monotonic() + 30
         while "libtorch" not in Path(f"/proc/{running.process.pid}/maps").read_text():
             assert time.monotonic() < end
@@ -379,6 +381,7 @@ def test_a_signal_while_torch_is_imported_ends_it_at_once(
         os.kill(running.process.pid, number)
         done = running.wait(20)
     assert (done.code, done.stderr) == (code, "")
+    assert list((folder / "temporary").iterdir()) == []
 
 
 @pytest.mark.parametrize("stopped", [False, True])

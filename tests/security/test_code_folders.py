@@ -23,7 +23,7 @@ model: noted.Net
 data: digits
 loader: {batch_size: 8}
 optimizer: {adamw: {lr: 0.01}}
-launch: {nproc_per_node: 1, device: cpu}
+launch: {nproc_per_node: 1, device: cpu, preload: [noted]}
 stages: [{train: {steps: 1}}]
 """
 # Torch's own answers, asked where a pipeline's code is imported.

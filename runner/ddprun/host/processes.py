@@ -3,6 +3,7 @@
 import errno
 import os
 import resource
+import shutil
 import signal
 import threading
 import time
@@ -193,10 +194,18 @@ def ignore_signals(*numbers: int) -> None:
         handle_signal_unless_ignored(number, lambda *_: None)
 
 
-def hard_exit_on_signals(*numbers: int) -> None:
-    """End this process at once when one of these signals comes, with the exit code that a shell gives it."""
+def hard_exit_on_signals(*numbers: int, remove: Path | None = None) -> None:
+    """End this process at once when one of these signals comes, with the exit code that a shell gives it, and
+    without the folder `remove`.
+    """
+
+    def end(number: int, _: FrameType | None) -> None:
+        if remove is not None:
+            shutil.rmtree(remove, ignore_errors=True)
+        os._exit(SIGNAL_EXIT_BASE + number)
+
     for number in numbers:
-        handle_signal_unless_ignored(number, lambda number, _: os._exit(SIGNAL_EXIT_BASE + number))
+        handle_signal_unless_ignored(number, end)
 
 
 def run_in_daemon_thread(call: Callable[[], _T]) -> "Future[_T]":

@@ -21,7 +21,6 @@ from ddprun import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_REQUEUE,
 from ddprun.checkpoint.folder import steps_in
 from ddprun.config import LoadedPipeline
 from ddprun.host import network, processes, rank_files
-from ddprun.host.code_folders import private_code_caches
 from ddprun.launch.agent import Agent, make_agent, unexplained_exits
 from ddprun.launch.flags import flags_from_file, may_restart, silence_torchelastic, torchrun_args
 from ddprun.launch.fork_server import ForkServer
@@ -41,11 +40,12 @@ def launch(
     loaded: LoadedPipeline,
     flags: Flags,
     run_dir: Path | None,
+    folder: Path,
     server: ForkServer | None,
     *,
     resuming: ResumeMode,
 ) -> int:
-    """Start this host's ranks, wait for them, give the run's exit code; raises UnsafeFolderError.
+    """Start this host's ranks, wait for them, give the run's exit code. `folder` is this launcher's own.
 
     A rank's own error is on the screen when this returns: the rank that failed first printed it, the others
     kept silent. Only a rank that was killed cannot speak; then this says so.
@@ -58,13 +58,8 @@ def launch(
         command = ["run", str(loaded.path), *(["--run-dir", str(run_dir)] if run_dir is not None else [])]
         command += ["--or-resume"] if resuming == "if begun" else []
     try:
-        # Torchelastic would leave its own folder behind.
-        with (
-            rank_files.temporary_launcher_folder() as folder,
-            private_code_caches(folder),
-            ExitStack() as stack,
-        ):
-            flags["log_dir"] = str(folder)
+        with ExitStack() as stack:
+            flags["log_dir"] = str(folder)  # torchelastic would leave its own folder behind
             os.environ[rank_files.SCRATCH_VARIABLE] = str(folder)
             os.environ[processes.LAUNCHER_PID_VARIABLE] = str(os.getpid())
             os.environ |= overrides_variable(loaded.overrides)
