@@ -11,12 +11,19 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
 
 from ddprun.checkpoint.folder import steps_in
 from ddprun.host.processes import send_signal
+from ddprun.host.rank_files import (
+    SCRATCH_VARIABLE,
+    report_outcome_and_exit_code,
+    temporary_launcher_folder,
+)
+from ddprun.launch.local import _run_with_watchdog
 from tests.engine.running import events, summary
 from tests.launch.test_processes import ENDLESS, wait_for_steps
 from tests.ranks import Running, ddprun, free_port, is_running
@@ -390,3 +397,22 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait(30)
+
+
+def test_a_signal_while_the_launcher_closes_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run is over, and how it has ended is known."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
+    agent = mock.Mock(run=mock.Mock(return_value=None))
+    config = mock.Mock(max_nodes=1, min_nodes=1, max_restarts=0, nproc_per_node=1, rdzv_endpoint="")
+    try:
+        with temporary_launcher_folder() as scratch:
+            monkeypatch.setenv(SCRATCH_VARIABLE, str(scratch))
+            assert report_outcome_and_exit_code(3) == 0
+            assert _run_with_watchdog(agent, config, scratch) == 3
+            for number in numbers:
+                os.kill(os.getpid(), number)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

@@ -32,6 +32,7 @@ from ddprun.watchdog.launcher_watchdog import LauncherWatchdog
 _STORE_LINGER_S = 4.0  # the store may end with this process; other hosts still ask it who failed first
 
 _SAME_REQUEST_S = 1.0  # a signal within this time is the same request
+_STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _NO_DETAILS = " See inner exception for details."  # torchelastic's, with an exception that is not shown
 
@@ -108,7 +109,7 @@ def _run_with_watchdog(agent: Agent, config: LaunchConfig, folder: Path) -> int:
             try:
                 _run_agent(agent, elastic=may_restart(config))
             except ChildFailedError:
-                processes.hard_exit_on_signals(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+                processes.hard_exit_on_signals(*_STOPPING_SIGNALS)
                 if multi_host:
                     watchdog.linger(_STORE_LINGER_S)
                 raise
@@ -118,6 +119,9 @@ def _run_with_watchdog(agent: Agent, config: LaunchConfig, folder: Path) -> int:
         if rank_files.read_outcome(folder) is None:  # else only what ranks do after the run was cut short
             say(f"stopped by {signal.Signals(caught.sigval).name}{_resume_hint(folder)}")
             return processes.SIGNAL_EXIT_BASE + int(caught.sigval)
+    finally:  # how the run has ended is known
+        for number in (*_STOPPING_SIGNALS, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
     code = rank_files.read_outcome(folder)
     if code is None:
         say("the ranks of this host ended before the run was over; the run has failed")
@@ -169,7 +173,7 @@ def _forward_signals(agent: Agent, scratch: Path, config: LaunchConfig) -> None:
 
     # Ranks end by themselves when they are asked to; torchelastic would end them.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in _STOPPING_SIGNALS:
         processes.handle_signal_unless_ignored(number, stop)
     signal.signal(signal.SIGUSR1, stop if os.environ.get(ON_USR1_VARIABLE) == "stop" else checkpoint)
 
