@@ -7,9 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
-from ddprun.host import network
+from ddprun.host import network, tcp_store
 from ddprun.launch.launcher import overrides_variable, take_inherited_overrides
+from ddprun.launch.rendezvous import make_handler
 from tests.ranks import Running, ddprun
 
 
@@ -155,3 +158,14 @@ def test_a_rendezvous_answers_or_does_not() -> None:
         assert network.endpoint_answers(f"no.such.host.invalid:1,127.0.0.1:{port}")
     assert not network.endpoint_answers(f"127.0.0.1:{port}")
     assert not network.endpoint_answers("127.0.0.1:x")
+
+
+def test_another_programs_port_is_no_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes connections, and says nothing that torch would understand, which waits for ever."""
+    monkeypatch.setattr(tcp_store, "_ANSWER_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
+        parameters = RendezvousParameters("c10d", endpoint, "x", 2, 2, read_timeout="1")
+        message = f"no rendezvous at {endpoint}: another program may have port"
+        with pytest.raises(RendezvousConnectionError, match=message):
+            make_handler(parameters)

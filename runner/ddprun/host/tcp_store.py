@@ -5,12 +5,15 @@ Source: https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.
 
 import socket
 from datetime import timedelta
+from functools import partial
 
-from torch.distributed import TCPStore
+from torch.distributed import DistNetworkError, TCPStore
 
 from ddprun.host import network
+from ddprun.host.processes import run_in_daemon_thread
 
 _BACKLOG = 2048  # connections that wait to be accepted, as with the listener of c10d itself
+_ANSWER_S = 5.0  # for a store's first answer, after the connection
 
 
 def open_store(
@@ -25,7 +28,16 @@ def open_store(
     address = listen_address(host) if serve else None
     wait = world_size is not None
     if address is None:
-        return TCPStore(host, port, world_size, serve, timeout, wait_for_workers=wait, multi_tenant=True)
+        connect = partial(
+            TCPStore, host, port, world_size, serve, timeout, wait_for_workers=wait, multi_tenant=True
+        )
+        try:
+            return run_in_daemon_thread(connect).result((1 + wait) * timeout.total_seconds() + _ANSWER_S)
+        except TimeoutError:  # once it is connected, torch waits for an answer for ever
+            raise DistNetworkError(
+                f"another program may have port {port} (ss -ltnp): it takes connections, but does not answer "
+                "as a store of ranks"
+            ) from None
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, port), family=family, backlog=_BACKLOG) as listener:
         port, handle = listener.getsockname()[1], listener.fileno()
