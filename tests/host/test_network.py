@@ -31,3 +31,13 @@ def test_gloo_wants_the_whole_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "l")
     with pytest.raises(network.NetworkError, match="GLOO_SOCKET_IFNAME is l, but the interfaces here are"):
         network.choose_interface("127.0.0.1")
+
+
+@pytest.mark.parametrize(("variable", "value"), [("GLOO_SOCKET_IFNAME", "lo"), ("NCCL_SOCKET_IFNAME", "=lo")])
+def test_the_loopback_leads_to_no_other_host(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    """Gloo says so after a while, without the name of the variable."""
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(network.NetworkError, match=f"{variable} is lo, the loopback, through which no other"):
+        network.choose_interface("192.0.2.1")

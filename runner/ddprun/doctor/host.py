@@ -76,18 +76,12 @@ def unusable_interface_variables(*, several_hosts: bool) -> dict[str, str]:
     """Environment variables that name an interface which is missing or, for several hosts, leads to none of
     the others, and what is wrong.
     """
-    loopbacks = {
-        name for address, name in network.interface_by_address().items() if network.is_loopback(address)
-    }
     found = {}
     for name in filter(os.environ.get, network.INTERFACE_VARIABLES):
-        value = os.environ[name]
         try:
-            network.check_interfaces_exist(name, value)
+            network.check_interfaces(name, os.environ[name], several_hosts=several_hosts)
         except network.NetworkError as error:
             found[name] = str(error)
-        if several_hosts and (interface := value.lstrip("=")) in loopbacks:
-            found[name] = f"{name} is {interface}, the loopback, through which no other host can be reached"
     return found
 
 

@@ -32,11 +32,11 @@ def choose_interface(host: str) -> None:
     on a host with several these may be ones through which the others cannot be reached, and ranks would wait.
     """
     given = {name: os.environ[name] for name in INTERFACE_VARIABLES if os.environ.get(name)}
+    ways = _local_addresses_towards(host)
     for name, value in given.items():
-        check_interfaces_exist(name, value)
+        check_interfaces(name, value, several_hosts=not any(map(is_loopback, ways)))
     gloo, nccl = INTERFACE_VARIABLES
-    on_the_way = map(interface_by_address().get, _local_addresses_towards(host))
-    if chosen := next(filter(None, on_the_way), None):
+    if chosen := next(filter(None, map(interface_by_address().get, ways)), None):
         os.environ |= {gloo: chosen, nccl: f"={chosen}", **given}  # to NCCL a bare name is a prefix
     elif not given:
         up = interface_by_address()
@@ -163,9 +163,10 @@ def interface_by_address() -> dict[str, str]:
     }
 
 
-def check_interfaces_exist(variable: str, value: str) -> None:
-    """Raise NetworkError unless the interfaces that a variable names exist. NCCL takes prefixes, exact names,
-    and such that it shall not take: `eth,ib`, `=eth0`, `^docker`.
+def check_interfaces(variable: str, value: str, *, several_hosts: bool) -> None:
+    """Raise NetworkError unless the interfaces that a variable names exist, and for several hosts lead
+    elsewhere. NCCL takes prefixes, exact names, and such that it shall not take: `eth,ib`, `=eth0`,
+    `^docker`.
     """
     if value.startswith("^"):
         return  # those need not be here
@@ -174,6 +175,9 @@ def check_interfaces_exist(variable: str, value: str) -> None:
     for name in value.lstrip("=").split(","):
         if not any(interface == name or (interface.startswith(name) and not exact) for interface in there):
             raise NetworkError(f"{variable} is {value}, but the interfaces here are {', '.join(there)}")
+    own = {name for address, name in interface_by_address().items() if is_loopback(address)}
+    if several_hosts and (name := value.lstrip("=")) in own:
+        raise NetworkError(f"{variable} is {name}, the loopback, through which no other host can be reached")
 
 
 def is_address(host: str) -> bool:
