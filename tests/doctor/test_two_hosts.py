@@ -202,3 +202,15 @@ def test_a_variable_that_names_a_wrong_interface_is_told_and_not_followed(tmp_pa
     assert f"GLOO_SOCKET_IFNAME is {name}, " in problem["found"]
     assert "unset GLOO_SOCKET_IFNAME" in problem["do"]
     assert findings(one, "bandwidth")
+
+
+def test_hosts_of_one_name_are_told(tmp_path: Path) -> None:
+    """A run would end with that; the rest is examined all the same."""
+    one, two = examine(tmp_path, "--format=json", setup=("true", "hostname node0"))
+    assert (one.code, two.code) == (1, 1), one.stdout + one.stderr + two.stderr
+    problems = [finding for finding in findings(one) if finding["level"] == "problem"]
+    assert [(problem["where"], problem["check"]) for problem in problems] == [
+        ("node0 (0)", "hostname"),
+        ("node0 (1)", "hostname"),
+    ]
+    assert findings(one, "bandwidth")

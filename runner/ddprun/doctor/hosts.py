@@ -13,7 +13,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo
 
 from ddprun.doctor import Finding, Level, Report, links, pair_label
 from ddprun.doctor.host import unusable_interface_variables
-from ddprun.host.network import INTERFACE_VARIABLES, address_towards, choose_interface_together
+from ddprun.host import network
 from ddprun.launch.meeting import HostGroup, exit_on_timeout, first_line, leave_together
 from ddprun.standard_streams import say
 
@@ -41,16 +41,22 @@ def examine_hosts(own_report: Report, info: RendezvousInfo, endpoint: str, timeo
     base.set_timeout(timedelta(seconds=timeout_s))
     store = dist.PrefixStore("doctor", base)
     group = HostGroup(store, [f"host {index}" for index in range(info.world_size)], info.rank)
-    places = group.gather("places", [facts["name"], address_towards(endpoint)], timeout_s)
-    known = [name for name, _ in places]
+    places = group.gather(
+        "places", [facts["name"], network.machine(), network.address_towards(endpoint)], timeout_s
+    )
+    known = [name for name, *_ in places]
     names = [name if known.count(name) == 1 else f"{name} ({index})" for index, name in enumerate(known)]
+    findings = [*own_report.findings]
+    if facts["name"] in network.shared_names((name, where) for name, where, _ in places):
+        found = f"{facts['name']} is another host's, too: runs tell hosts apart by it"
+        findings.append(Finding(facts["name"], "hostname", "problem", found, network.NAME_ADVICE))
     group = HostGroup(store, names, info.rank)
-    others = [address for index, (_, address) in enumerate(places) if index != info.rank]
-    choose_interface_together(
+    others = [address for index, (*_, address) in enumerate(places) if index != info.rank]
+    network.choose_interface_together(
         names[info.rank], endpoint, others[0], lambda fault: group.gather("faults", fault, timeout_s)
     )
-    address = address_towards(endpoint)
-    report = _measure_between_hosts(group, facts, own_report.findings, address, timeout_s)
+    address = network.address_towards(endpoint)
+    report = _measure_between_hosts(group, facts, findings, address, timeout_s)
     leave_together(store, info.rank, info.world_size, _SHUTDOWN_TIMEOUT_S)
     return report
 
@@ -61,7 +67,7 @@ def _measure_between_hosts(
     """Measure between hosts; gives all of them the report. `address` is where they reach this one."""
     size, name = len(group.names), group.names[group.index]
     mine = [{**asdict(finding), "where": name} for finding in findings]
-    interface = os.environ.get(INTERFACE_VARIABLES[0], "")
+    interface = os.environ.get(network.INTERFACE_VARIABLES[0], "")
     answers = group.gather("hosts", [{**facts, "name": name}, mine, interface], timeout_s)
     hosts, interfaces = [answer[0] for answer in answers], [answer[2] for answer in answers]
     found = [Finding(**plain) for answer in answers for plain in answer[1]] + version_findings(hosts)

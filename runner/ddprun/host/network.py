@@ -3,8 +3,9 @@
 import ipaddress
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
@@ -12,6 +13,7 @@ from ddprun.host.processes import run_in_daemon_thread
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 LOOPBACK = "127.0.0.1"
+NAME_ADVICE = "give each host a name of its own: hostnamectl hostname NAME, docker run --hostname NAME"
 
 _NOBODYS_ADDRESS = "192.0.2.1"  # no host has it (RFC 5737), so the way there is the default route
 _ANY_PORT = 9
@@ -61,6 +63,19 @@ def choose_interface_together(
         fault = f"{here}: {error}"
     if found := next(filter(None, gather(fault)), None):
         raise NetworkError(found)
+
+
+def machine() -> str:
+    """What tells this host from another one, such as a clone or a container, that has the same name."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii") + os.readlink("/proc/self/ns/net")
+    return ""
+
+
+def shared_names(hosts: Iterable[tuple[str, str]]) -> list[str]:
+    """Of names and what `machine` gives: the names that several hosts have."""
+    names = [name for name, _ in {*hosts}]
+    return sorted({name for name in names if names.count(name) > 1})
 
 
 def choose_loopback() -> None:

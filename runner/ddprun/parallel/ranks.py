@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from ddprun.host.network import address_towards, choose_interface_together, choose_loopback
+from ddprun.host import network
 from ddprun.host.processes import run_in_daemon_thread
 from ddprun.host.rank_files import attempt_folder
 from ddprun.host.tcp_store import open_store
@@ -24,6 +24,7 @@ from ddprun.watchdog.rank_watchdog import RankWatchdog
 from ddprun.watchdog.status_page import claim_once
 from ddprun_hooks.comm.groups import RankPlacement
 from ddprun_hooks.comm.observer import observed_wait
+from ddprun_hooks.errors import format_ranks
 
 _FIRST_FAILURE = "failed"
 
@@ -99,24 +100,31 @@ class Ranks:
         self._base_store = dist.PrefixStore(prefix, base)
         self._second_connection = dist.PrefixStore("ddprun", dist.PrefixStore(prefix, second))
         if os.environ.get("GROUP_WORLD_SIZE") == "1":
-            choose_loopback()
+            network.choose_loopback()
         elif self.size > 1:
             self._discover_hosts()
 
     def _discover_hosts(self) -> None:
         """Find out which ranks are on this host, if the launcher has not said so, and choose the network
         interface to the other hosts: the one over which this host reached the store; on the store's own host,
-        the one towards another host.
+        the one towards another host. Raises NetworkError if there is none, or if hosts have the same name.
         """
         endpoint = os.environ["MASTER_ADDR"]
-        addresses = self.gather("addresses", [self.host, address_towards(endpoint)])
-        hosts = [host for host, _ in addresses]
+        found = self.gather("addresses", [self.host, network.machine(), network.address_towards(endpoint)])
+        hosts, machines, addresses = zip(*found, strict=True)
+        for name in network.shared_names(zip(hosts, machines, strict=True)):
+            ranks = format_ranks(rank for rank, host in enumerate(hosts) if host == name)
+            raise network.NetworkError(
+                f"{ranks} are on several hosts that are all called {name}; {network.NAME_ADVICE}"
+            )
         if "LOCAL_RANK" not in os.environ:
             local_rank, local_size = hosts[: self.rank].count(self.host), hosts.count(self.host)
             self.environment = Environment(self.rank, self.size, local_rank, local_size)
-        others = [address for host, address in addresses if host != self.host]
+        others = [one for host, one in zip(hosts, addresses, strict=True) if host != self.host]
         if others:
-            choose_interface_together(self.host, endpoint, others[0], partial(self.gather, "interfaces"))
+            network.choose_interface_together(
+                self.host, endpoint, others[0], partial(self.gather, "interfaces")
+            )
 
     def join(self, device: torch.device, backend: str) -> None:
         """Make the default process group, and learn which host each rank is on."""
