@@ -51,7 +51,7 @@ def connecting_on_clones() -> str:
     """What two of three ranks say that are on machines of one name."""
     ranks = open_ranks(Environment.read(), 20.0, FailureContext())
     ranks.host = "other" if ranks.rank == 1 else "clone"
-    with mock.patch.object(network, "machine", return_value=f"machine {ranks.rank}"):
+    with mock.patch.object(network, "machine_id", return_value=f"machine {ranks.rank}"):
         try:
             ranks.connect()
         except network.NetworkError as error:
@@ -64,4 +64,4 @@ def test_machines_of_one_name_are_refused() -> None:
     expected = f"ranks 0, 2 are on several hosts that are all called clone; {network.NAME_ADVICE}"
     assert as_processes(3, connecting_on_clones) == [expected] * 3
     assert network.shared_names([("a", "1"), ("a", "1"), ("b", "1")]) == [], "launchers on one machine"
-    assert network.machine() == network.machine() != ""
+    assert network.machine_id() == network.machine_id() != ""

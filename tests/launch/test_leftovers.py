@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ddprun.host.dev_shm import SHM_FOLDER
 from tests.engine.running import summary
 from tests.launch.test_processes import SHORT
 from tests.ranks import Running, ddprun, is_running
@@ -18,6 +19,7 @@ import subprocess
 import threading
 import time
 from multiprocessing import get_context
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 from torch import nn
@@ -46,6 +48,12 @@ def thread_and_process():
     child = get_context("fork").Process(target=time.sleep, args=(200,))
     child.start()
     Path("child").write_text(str(child.pid))
+
+
+def shared_memory():
+    made = SharedMemory(create=True, size=64)
+    Path("shared").write_text(made.name)
+    globals()["kept"] = made
 
 
 def process():
@@ -119,3 +127,21 @@ def test_the_first_signal_after_the_end_ends_the_ranks_at_once(folder: Path) -> 
     assert done.code == 0, done.stderr
     assert "no longer waits" not in done.stderr
     assert "SIGTERM" not in done.stderr
+
+
+def test_shared_memory_of_a_rank_that_is_ended_goes(folder: Path) -> None:
+    """By a process of `multiprocessing`, which a rank starts for that: another rank fails meanwhile."""
+    (folder / "failing.py").write_text(
+        "import os\n\nimport leaving\n\n\nclass Net(leaving.Net):\n    def forward(self, inputs):\n"
+        "        if os.environ['RANK'] == '0':\n            raise ValueError('fails')\n"
+        "        return super().forward(inputs)\n"
+    )
+    options = flags("shared_memory")
+    done = ddprun("short.yaml", options[0], options[1].replace("leaving", "failing"), cwd=folder)
+    assert done.code == 1
+    assert "ValueError: fails" in done.stderr
+    name = (folder / "shared").read_text()
+    until = time.monotonic() + 10
+    while (SHM_FOLDER / name).exists():
+        assert time.monotonic() < until
+        time.sleep(0.05)

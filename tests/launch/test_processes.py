@@ -366,7 +366,9 @@ def test_a_gpu_that_is_not_there_is_told_with_its_place(
     assert done.stderr.count(message) == 1
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_a_signal_while_torch_is_imported_ends_it_at_once(
     folder: Path, number: signal.Signals, code: int
 ) -> None:

@@ -158,9 +158,9 @@ def test_a_signal_to_all_processes_is_as_to_the_launcher_alone(folder: Path, num
     flags = ["--max-restarts=1", "--set=loader.workers=1", "--set=checkpoint.memory_every=5"]
     with Running("endless.yaml", "--run-dir", "run", *flags, cwd=folder) as running:
         wait_for_steps(running, run)
-        everything = psutil.Process(running.process.pid).children(recursive=True)
-        [memory] = [one.cmdline()[-1] for one in everything if one.name() == "sh"]
-        pids = [one.pid for one in everything]
+        launcher = psutil.Process(running.process.pid)
+        [memory] = [one.cmdline()[-1] for one in launcher.children() if one.name() == "sh"]
+        pids = [one.pid for one in launcher.children(recursive=True)]
         send_signal([*pids, running.process.pid], number)  # the launcher has it last
         done = running.wait(60)
     assert done.code == 130, done.stderr

@@ -266,12 +266,13 @@ def test_episodes_do_not_depend_on_how_many_steps_come_at_once() -> None:
     )
     found = []
     for at_once in (1, 256, 400):
-        it = StragglerDetector(window=10, min_share=0.1)
+        it, changes = StragglerDetector(window=10, min_share=0.1), []
         begin(it, PARAMS)
         for first in range(0, len(steps), at_once):
-            it.add(steps[first : first + at_once], messages[first : first + at_once])
-        found.append(it.episodes)
-    assert [one.cause for one in found[0]] == ["forward", "data"]
+            changes += it.add(steps[first : first + at_once], messages[first : first + at_once])
+        found.append((it.episodes, changes))
+    assert [one.cause for one in found[0][0]] == ["forward", "data"]
+    assert [now and now.cause for _, now in found[0][1]] == ["forward", None, "data", None]
     assert found[1:] == [found[0]] * 2
 
 

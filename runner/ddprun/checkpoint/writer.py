@@ -191,7 +191,7 @@ class CheckpointWriter:
         except RuntimeError:  # the store is gone: the run is about to end
             pass
         except Exception as error:  # such as too little memory; without this thread training would wait
-            say(f"rank {self.rank}: cannot delete older checkpoints at step {job.step}: {error!r}")
+            say(f"rank {self.rank}: after the checkpoint of step {job.step}: {error!r}")
 
     def _another_waits(self, job: _Job) -> bool:
         return self._closing or self._current_job not in (None, job)

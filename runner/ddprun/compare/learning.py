@@ -271,7 +271,9 @@ def _sentence(row: Row) -> str:
 
 
 def recommended_row(rows: Sequence[Row], allowed: Sequence[bool]) -> Row | None:
-    """The fastest row of those that are `allowed` and known not to learn worse; None if the first is none."""
+    """The fastest of the rows that are `allowed`, whose loss is known and not found to be worse; None if the
+    first one failed, or its loss is not finite.
+    """
     if rows[0]["verdict"] != "the first" or rows[0]["learning"] == NOT_FINITE:
         return None
     left = [row for row, is_allowed in zip(rows, allowed, strict=True) if is_allowed]

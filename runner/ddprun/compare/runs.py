@@ -31,6 +31,7 @@ from ddprun.compare.hosts import HostCoordinator
 from ddprun.compare.learning import Row
 from ddprun.compare.time_slices import TimeSliceScheduler
 from ddprun.config import LoadedPipeline, load
+from ddprun.host.processes import SAME_REQUEST_S
 from ddprun.launch.launcher import overrides_variable
 from ddprun.report.digest import RunDigest, StepTimes, digest_run
 from ddprun.run_files import open_file
@@ -264,7 +265,9 @@ def _terminate(processes: Sequence[Popen[bytes]]) -> None:
     left = [process for process in processes if process.poll() is None]
     for process in left:
         process.send_signal(signal.SIGTERM)
-    time.sleep(1.2 if left else 0.0)  # within a second it would be the same request
+    second = time.monotonic() + SAME_REQUEST_S + 0.2
+    while time.monotonic() < second and any(process.poll() is None for process in left):
+        time.sleep(0.05)
     for process in left:
         process.send_signal(signal.SIGTERM)  # the second one: at once
     for process in left:

@@ -42,7 +42,7 @@ def examine_hosts(own_report: Report, info: RendezvousInfo, endpoint: str, timeo
     store = dist.PrefixStore("doctor", base)
     group = HostGroup(store, [f"host {index}" for index in range(info.world_size)], info.rank)
     places = group.gather(
-        "places", [facts["name"], network.machine(), network.address_towards(endpoint)], timeout_s
+        "places", [facts["name"], network.machine_id(), network.address_towards(endpoint)], timeout_s
     )
     known = [name for name, *_ in places]
     names = [name if known.count(name) == 1 else f"{name} ({index})" for index, name in enumerate(known)]

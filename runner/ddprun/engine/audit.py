@@ -13,8 +13,8 @@ _CAUSES = (
     "computes differently there, or failing memory"
 )
 _CAUSE_OF_BUFFERS = (
-    "buffers: auto does not send it in training, by what the passes before step 1 did. Write buffers: "
-    "every_forward, which sends all buffers as DDP does"
+    "buffers: auto sends only what the passes before step 1 changed. If training changes others, write "
+    "buffers: every_forward, which sends all as DDP does. Another cause is mutate, on each rank for itself"
 )
 
 
@@ -60,10 +60,9 @@ def audit_parameters(
         reporter.report_audit(result, step, at_end=at_end)
         return
     names, ranks_text = result.differing, ", ".join(map(str, result.odd_ranks))
-    kind, causes = "parameters", _CAUSES
-    if names[0] in buffers:
-        kind, causes = "buffers", _CAUSE_OF_BUFFERS
-    more = f" and {len(names) - 1} more {kind} differ" if len(names) > 1 else " differs"
+    kind, causes = ("buffers", _CAUSE_OF_BUFFERS) if names[0] in buffers else ("parameters", _CAUSES)
+    alike = [name for name in names if (name in buffers) == (kind == "buffers")]
+    more = f" and {len(alike) - 1} more {kind} differ" if len(alike) > 1 else " differs"
     text = (
         f"{where} the ranks hold different {kind}, which the sync policy does not allow: "
         f'"{names[0]}"{more} on rank {ranks_text}; the largest difference is '

@@ -442,7 +442,15 @@ class Feed:
         drop_last = self.drop_last and not self.sharded and len(sizes) == 1
         seed, share = self._loading_seed(), self._share
         batches = RankShareDataset(
-            samples, rng, seed, sizes, share, skip, already_read, drop_last, self.collate
+            samples,
+            rng,
+            seed=seed,
+            sizes=sizes,
+            share=share,
+            skip=skip,
+            already_read=already_read,
+            drop_last=drop_last,
+            collate=self.collate,
         )
         return self._load(batches, None)
 
@@ -531,13 +539,13 @@ def load_batches(
         pin_memory=pin,
         generator=generator,
     )
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # in a worker until it can ignore it
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # in a worker until it can ignore it
     try:
         batches = iter(loader)
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    for worker in getattr(batches, "_workers", ()):  # torch terminates one that takes seconds to end
-        worker.terminate = worker.kill
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    for worker in getattr(batches, "_workers", ()):  # so that whatever terminates it ends it
+        worker._popen.terminate = worker.kill
     return batches
 
 

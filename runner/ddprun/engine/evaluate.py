@@ -25,7 +25,7 @@ from ddprun.engine.save import saved_step, write_weights_and_pipeline
 from ddprun.engine.session import Best, Session
 from ddprun.engine.stage_run import StageRun, averaged_weights, eval_model, make_buffers_equal
 from ddprun.engine.state import take_checkpoint
-from ddprun.engine.stateful_metric import StatefulMetric, add_metric_notes, one_number
+from ddprun.engine.stateful_metric import StatefulMetric, add_metric_notes, as_scalar
 from ddprun_hooks.errors import format_ranks
 
 _T = TypeVar("_T")
@@ -365,7 +365,7 @@ def _custom_metric(
     except Exception as error:
         add_metric_notes(error, "metric", result)
         raise
-    value = one_number(returned, "the metric", make_error)
+    value = as_scalar(returned, "the metric", make_error)
     return value * count if count else 0.0, count
 
 

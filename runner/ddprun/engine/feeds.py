@@ -27,13 +27,14 @@ class Feeds:
         per_epoch = self.for_stage(stage).steps_per_epoch(settings.accumulate)
         return None if per_epoch is None else settings.epochs * per_epoch
 
-    def used_up(self, pipeline: Pipeline) -> Iterator[tuple[Feed, list[int]]]:
+    def exhausted(self, pipeline: Pipeline) -> Iterator[tuple[Feed, list[int]]]:
         """The feeds of map-style data of which the run comes to an epoch's end, each with its stages."""
         for feed in self.by_name().values():
             stages = [one for one in pipeline.stages_and_settings() if self.for_stage(one[0].index) is feed]
             micro_batches = sum((settings.steps or 0) * settings.accumulate for _, settings in stages)
-            of_epoch, by_epochs = feed.steps_per_epoch(1), any(settings.epochs for _, settings in stages)
-            if of_epoch is not None and (by_epochs or micro_batches >= of_epoch):
+            of_epoch = feed.steps_per_epoch(1)  # a round is any number of micro-batches
+            surely = any(settings.epochs or settings.plan.round for _, settings in stages)
+            if of_epoch is not None and (surely or micro_batches >= of_epoch):
                 yield feed, [stage.index for stage, _ in stages]
 
     def by_name(self) -> dict[str, Feed]:

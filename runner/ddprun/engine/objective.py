@@ -155,7 +155,7 @@ def map_tensors(
         mapped = {key: onward(value) for key, value in content.items()}
         if type(content) is dict or not isinstance(content, dict | UserDict):
             return mapped
-        with suppress(TypeError):  # one that cannot be changed becomes a plain dict
+        with suppress(Exception):  # one that cannot be changed becomes a plain dict
             same_class = copy.copy(content)
             for key, value in mapped.items():
                 same_class[key] = value
@@ -392,7 +392,7 @@ class Objective:
         problem += ", so ranks would wait for their gradients forever"
         allowed = "write ddp: {find_unused_parameters: true}, or leave them out of the model, or freeze them "
         allowed += "(requires_grad_(False)), or, if they are in a reentrant checkpoint, use_reentrant=False"
-        if not any(param.requires_grad for param in missing.values()):
+        if not all(param.requires_grad for param in missing.values()):
             allowed = "their requires_grad was turned off after the start: write it as freeze of a stage, or "
             allowed += "write ddp: {find_unused_parameters: true}"
         return self._loaded.error(key, problem, allowed)

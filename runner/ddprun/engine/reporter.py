@@ -131,8 +131,8 @@ class Reporter:
         for one in agreed_steps:
             for overflow in one.overflows:
                 self._report_overflow(*overflow)
-            if one.straggler_changed:
-                self._report_straggler(one.steps[-1], one.straggler)
+            for change in one.straggler_changes:
+                self._report_straggler(*change)
         if agreed_steps:
             self.show_step(agreed_steps[-1].steps[-1] - self._steps_before_stage, step)
 

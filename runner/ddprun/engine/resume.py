@@ -44,7 +44,7 @@ def resume(session: Session) -> None:
     runtime, reporter, state = session.runtime, session.reporter, session.state
     found = _newest_checkpoint(session)
     if found is None:
-        _truncate_records(session)
+        _cut_records(session)
         reporter.note("no intact checkpoint: the run starts from the beginning")
         return
     checkpoint = found.checkpoint
@@ -58,7 +58,7 @@ def resume(session: Session) -> None:
     changed_data = _check_data(session, saved)
     with errors_of_checkpoint(session, checkpoint):
         restore(session, saved)
-    _truncate_records(session)
+    _cut_records(session)
     for name, text, mid_epoch in changed_data:
         if not mid_epoch and name in runtime.fingerprints.feeds:
             runtime.fingerprints.feeds[name].skip_rest_of_epoch()
@@ -85,8 +85,8 @@ def resume(session: Session) -> None:
     reporter.note(f"resuming after step {state.step} from {shown}{left}")
 
 
-def _truncate_records(session: Session) -> None:
-    """Cut off the records of later steps than those that are done; after all that may refuse to resume."""
+def _cut_records(session: Session) -> None:
+    """Cut off the records of later steps than those that are done; after what may refuse to resume."""
     runtime = session.runtime
     if runtime.ranks.rank == 0:
         try:

@@ -166,14 +166,13 @@ def _texts(loaded: LoadedPipeline, folder: RunFolder) -> dict[str, str]:
     return {PIPELINE_FILE: loaded.resolved_yaml(), RUN_INFO_FILE: json.dumps(about) + "\n"}
 
 
-def go_on_in(folder: RunFolder, loaded: LoadedPipeline, *, changed: bool) -> None:
+def prepare_resumed_folder(folder: RunFolder, loaded: LoadedPipeline, *, changed: bool) -> None:
     """Nothing keeps a run from being resumed any more: its folder loses the earlier attempt's summary and, if
     the pipeline may have `changed`, gets it as it is now. One with a redacted password would not load.
     """
-    texts = _texts(loaded, folder)
     try:
-        if changed and REDACTED not in texts[PIPELINE_FILE]:
-            for name, text in texts.items():
+        for name, text in _texts(loaded, folder).items() if changed else ():
+            if REDACTED not in text:
                 with replace_atomically(folder.path, name) as file:
                     file.write(text.encode())
         (folder.path / SUMMARY_FILE).unlink(missing_ok=True)

@@ -148,9 +148,9 @@ def build_session(
     fingerprints = DatasetFingerprints(feeds, held_out, stage_held_out, rank=ranks.rank)
     buffer_use = find_buffer_use(model, objective, feed, turns, automatic=pipeline.has_automatic_buffers)
     buffers = BufferSync(model, exchanger, merge_buffer_use(buffer_use, model, control), pipeline.buffers)
-    for used_up, stages in feeds.used_up(pipeline):
+    for exhausted, stages in feeds.exhausted(pipeline):
         names = dict.fromkeys(turn.name for stage in stages for turn in turns.by_stage[stage])
-        check_last_batch(loaded, model, objective, used_up, names, control)
+        check_last_batch(loaded, model, objective, exhausted, names, control)
     compiler = None
     if pipeline.compile is not None:
         ranks.watchdog.set_phase(b"compiling")

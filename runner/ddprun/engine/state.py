@@ -43,7 +43,8 @@ class StateError(ValueError):
 
 
 def collect_state(session: Session) -> dict[str, Any]:
-    """This rank's part of a checkpoint. Tensors are those that training continues with, not copies.
+    """This rank's part of a checkpoint. Tensors are those that training continues with, not copies. What was
+    in flight is over then, and its records are written.
 
     What has a `state_dict` goes into `_stateful_parts`; any other new key here and into `restore`.
     `resume.py` says what becomes of it on another number of ranks; tests/engine/test_session.py looks for

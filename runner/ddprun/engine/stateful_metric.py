@@ -40,7 +40,7 @@ class StatefulMetric:
             raise self._make_error(
                 f"{type(made).__name__} has update and compute, but no merge_state",
                 "ranks merge what each has accumulated: give it merge_state(others), where others are "
-                "objects of its class",
+                "objects of its class, or list the metrics of a collection one by one",
             )
         return made.to(self._device) if hasattr(made, "to") else made
 
@@ -78,7 +78,7 @@ class StatefulMetric:
     def _compute_number(self, metric: Any) -> float:
         for part in _torchmetrics_parts(metric) or ():
             part._to_sync = False  # it would gather by itself, over another process group
-        return one_number(metric.compute(), "compute", self._make_error)
+        return as_scalar(metric.compute(), "compute", self._make_error)
 
     def _state(self) -> dict[str, Any]:
         parts = _torchmetrics_parts(self._metric)
@@ -122,7 +122,7 @@ class StatefulMetric:
         return first
 
 
-def one_number(value: Any, source: str, make_error: ErrorFactory) -> float:
+def as_scalar(value: Any, source: str, make_error: ErrorFactory) -> float:
     """What a metric returns, which `source` computed."""
     try:
         if not (isinstance(value, Tensor) and value.numel() != 1):
@@ -130,7 +130,9 @@ def one_number(value: Any, source: str, make_error: ErrorFactory) -> float:
     except (TypeError, ValueError):
         pass
     given = f"shape {tuple(value.shape)}" if hasattr(value, "shape") else type(value).__name__
-    raise make_error(f"{source} gives {given}", "expected one number, as with average: macro")
+    raise make_error(
+        f"{source} gives {given}", "expected one number, as torchmetrics gives with average: macro"
+    )
 
 
 def add_metric_notes(error: Exception, name: str, result: ForwardResult) -> None:

@@ -29,7 +29,7 @@ from ddprun.engine.interrupts import ComparisonSliceClient, SignalRequests
 from ddprun.engine.loop import run_stage
 from ddprun.engine.outcome import Status, finish_run
 from ddprun.engine.resume import resume
-from ddprun.engine.run_folder import agree_on_folder, find_leaders, go_on_in
+from ddprun.engine.run_folder import agree_on_folder, find_leaders, prepare_resumed_folder
 from ddprun.engine.save import check_saves, save
 from ddprun.engine.session import Session
 from ddprun.engine.setup import build_session
@@ -141,7 +141,7 @@ def _run(
     if folder.begun:
         resume(session)
         if leaders[ranks.rank] == ranks.rank:
-            go_on_in(folder, loaded, changed=bool(loaded.overrides) or resuming != "yes")
+            prepare_resumed_folder(folder, loaded, changed=bool(loaded.overrides) or resuming != "yes")
         discard_stale_best(session)
     failure_context.may_summarize = True
     local_ranks = ranks.environment.local_world_size

@@ -34,11 +34,11 @@ def choose_interface(host: str) -> None:
     on a host with several these may be ones through which the others cannot be reached, and ranks would wait.
     """
     given = {name: os.environ[name] for name in INTERFACE_VARIABLES if os.environ.get(name)}
-    ways = _local_addresses_towards(host)
+    local_addresses = _local_addresses_towards(host)
     for name, value in given.items():
-        check_interfaces(name, value, several_hosts=not any(map(is_loopback, ways)))
+        check_interfaces(name, value, several_hosts=not any(map(is_loopback, local_addresses)))
     gloo, nccl = INTERFACE_VARIABLES
-    if chosen := next(filter(None, map(interface_by_address().get, ways)), None):
+    if chosen := next(filter(None, map(interface_by_address().get, local_addresses)), None):
         os.environ |= {gloo: chosen, nccl: f"={chosen}", **given}  # to NCCL a bare name is a prefix
     elif not given:
         up = interface_by_address()
@@ -65,7 +65,7 @@ def choose_interface_together(
         raise NetworkError(found)
 
 
-def machine() -> str:
+def machine_id() -> str:
     """What tells this host from another one, such as a clone or a container, that has the same name."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text("ascii") + os.readlink("/proc/self/ns/net")
@@ -73,7 +73,7 @@ def machine() -> str:
 
 
 def shared_names(hosts: Iterable[tuple[str, str]]) -> list[str]:
-    """Of names and what `machine` gives: the names that several hosts have."""
+    """Of names and what `machine_id` gives: the names that several hosts have."""
     names = [name for name, _ in {*hosts}]
     return sorted({name for name in names if names.count(name) > 1})
 
@@ -190,8 +190,10 @@ def check_interfaces(variable: str, value: str, *, several_hosts: bool) -> None:
     for name in value.lstrip("=").split(","):
         if not any(interface == name or (interface.startswith(name) and not exact) for interface in there):
             raise NetworkError(f"{variable} is {value}, but the interfaces here are {', '.join(there)}")
-    own = {name for address, name in interface_by_address().items() if is_loopback(address)}
-    if several_hosts and (name := value.lstrip("=")) in own:
+    up = interface_by_address()
+    loopbacks = {name for address, name in up.items() if is_loopback(address)}
+    loopbacks -= {name for address, name in up.items() if not is_loopback(address)}  # a router's own address
+    if several_hosts and (name := value.lstrip("=")) in loopbacks:
         raise NetworkError(f"{variable} is {name}, the loopback, through which no other host can be reached")
 
 

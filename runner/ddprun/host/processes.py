@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
 LAUNCHER_PID_VARIABLE = "DDPRUN_LAUNCHER"  # of ranks, which take it away from what they start
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # requests to stop a run
+SAME_REQUEST_S = 1.0  # one within this time of the first is the same request
 END_RANK = signal.SIGRTMAX  # with which a launcher ends ranks; SIGTERM may come to all processes of a run
 SIGNAL_EXIT_BASE = 128  # exit codes of processes that a signal ended: this and its number
 _END_S = 10.0

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import signal
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +10,13 @@ from ddprun import EXIT_BAD_INPUT, EXIT_FAILURE, LAUNCHED_VARIABLE
 from ddprun.config import LoadedPipeline
 from ddprun.host.code_folders import UnsafeFolderError, private_code_caches
 from ddprun.host.network import public_warning, resolve_addresses
-from ddprun.host.processes import force_exit_after_delay, hard_exit_on_signals, raise_file_limit
+from ddprun.host.processes import (
+    STOP_SIGNALS,
+    file_limit_hint,
+    force_exit_after_delay,
+    hard_exit_on_signals,
+    raise_file_limit,
+)
 from ddprun.host.rank_files import temporary_launcher_folder
 from ddprun.launch.fork_server import ForkServer
 from ddprun.launch.launcher import Flags, Launcher, detect_launcher
@@ -60,7 +65,7 @@ def start(loaded: LoadedPipeline, flags: Flags, run_dir: Path | None, *, resumin
             folder = stack.enter_context(temporary_launcher_folder())
             stack.enter_context(private_code_caches(folder))
         except OSError as error:
-            say(loaded.secrets.redact(f"cannot start the ranks: {error}"))
+            say(loaded.secrets.redact(f"cannot start the ranks: {error}{file_limit_hint(error)}"))
             return EXIT_FAILURE
         server, preload = None, loaded.pipeline.launch.preload
         if preload is not None:
@@ -69,9 +74,9 @@ def start(loaded: LoadedPipeline, flags: Flags, run_dir: Path | None, *, resumin
                 server = ForkServer(preload, loaded.folder, loaded.secrets.redact)
                 stack.callback(server.close)
         # While torch is imported a KeyboardInterrupt can get lost in an extension module, and process 1 of a
-        # container has no default for SIGTERM. Nothing is running yet, so ending at once loses nothing;
-        # torchelastic puts its own handlers in place of these.
-        hard_exit_on_signals(signal.SIGINT, signal.SIGTERM, remove=folder)
+        # container has no default for SIGTERM and SIGHUP. Nothing is running yet, so ending at once loses
+        # nothing; torchelastic puts its own handlers in place of these.
+        hard_exit_on_signals(*STOP_SIGNALS, remove=folder)
         from ddprun.launch.local import launch
 
         if launcher is not None:

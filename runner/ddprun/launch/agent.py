@@ -23,7 +23,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from ddprun import EXIT_BAD_INPUT, EXIT_REPEATED
 from ddprun.config import LoadedPipeline
 from ddprun.host import network, rank_files
-from ddprun.host.processes import END_RANK, end_leftovers, run_in_daemon_thread
+from ddprun.host.processes import END_RANK, end_leftovers, run_in_daemon_thread, send_signal
 from ddprun.launch.flags import SHUTDOWN_VARIABLE, rendezvous_parameters
 from ddprun.launch.fork_server import ForkServer
 from ddprun.launch.lifeline import Lifeline
@@ -57,6 +57,13 @@ class _RankHandler(SubprocessHandler):
         if self._server is not None and args[0] == sys.executable and not redirected:
             forked = self._server.start(args[args.index("ddprun") + 1 :], env)
         return forked or super()._popen(args, env)
+
+    def close(self, death_sig: signal.Signals | None = None) -> None:
+        """End the rank. What it has started gets SIGTERM, with its whole process group, and can clear up."""
+        if death_sig is END_RANK:
+            send_signal([self.proc.pid], END_RANK)
+            death_sig = signal.SIGTERM
+        super().close(death_sig)
 
 
 class Agent(LocalElasticAgent):

@@ -31,9 +31,6 @@ from ddprun.watchdog.launcher_watchdog import LauncherWatchdog
 
 _STORE_LINGER_S = 4.0  # the store may end with this process; other hosts still ask it who failed first
 
-_SAME_REQUEST_S = 1.0  # a signal within this time is the same request
-_STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
 _NO_DETAILS = " See inner exception for details."  # torchelastic's, with an exception that is not shown
 
 
@@ -105,23 +102,24 @@ def _run_with_watchdog(agent: Agent, config: LaunchConfig, folder: Path) -> int:
         partial(network.endpoint_answers, endpoint) if multi_host and may_restart(config) else None,
     )
     try:
-        with watchdog:
-            try:
-                _run_agent(agent, elastic=may_restart(config))
-            except ChildFailedError:
-                processes.hard_exit_on_signals(*_STOPPING_SIGNALS)
-                if multi_host:
-                    watchdog.linger(_STORE_LINGER_S)
-                raise
+        try:
+            with watchdog:
+                try:
+                    _run_agent(agent, elastic=may_restart(config))
+                except ChildFailedError:
+                    processes.hard_exit_on_signals(*processes.STOP_SIGNALS, remove=folder)
+                    if multi_host:
+                        watchdog.linger(_STORE_LINGER_S)
+                    raise
+        finally:  # how the run has ended is known
+            for number in (*processes.STOP_SIGNALS, signal.SIGUSR1):
+                signal.signal(number, signal.SIG_IGN)
     except ChildFailedError as error:
         return _report_failure(*error.get_first_failure(), watchdog.killed_ranks)
     except SignalException as caught:
         if rank_files.read_outcome(folder) is None:  # else only what ranks do after the run was cut short
             say(f"stopped by {signal.Signals(caught.sigval).name}{_resume_hint(folder)}")
             return processes.SIGNAL_EXIT_BASE + int(caught.sigval)
-    finally:  # how the run has ended is known
-        for number in (*_STOPPING_SIGNALS, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_IGN)
     code = rank_files.read_outcome(folder)
     if code is None:
         say("the ranks of this host ended before the run was over; the run has failed")
@@ -149,11 +147,10 @@ def _forward_signals(agent: Agent, scratch: Path, config: LaunchConfig) -> None:
 
     def stop(number: int, _: FrameType | None) -> None:
         nonlocal first_at
-        which, asked = signal.Signals(number), first_at is not None
-        if first_at is not None and time.monotonic() - first_at < _SAME_REQUEST_S:
+        which, asked, now = signal.Signals(number), first_at is not None, time.monotonic()
+        first_at = now if first_at is None else first_at
+        if asked and now - first_at < processes.SAME_REQUEST_S:
             return
-        if first_at is None:
-            first_at = time.monotonic()
         is_over = rank_files.read_outcome(scratch) is not None
         if asked or is_over or len(rank_files.live_rank_pids(scratch)) < config.nproc_per_node:
             agent.kill_at_once = True
@@ -173,7 +170,7 @@ def _forward_signals(agent: Agent, scratch: Path, config: LaunchConfig) -> None:
 
     # Ranks end by themselves when they are asked to; torchelastic would end them.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
-    for number in _STOPPING_SIGNALS:
+    for number in processes.STOP_SIGNALS:
         processes.handle_signal_unless_ignored(number, stop)
     signal.signal(signal.SIGUSR1, stop if os.environ.get(ON_USR1_VARIABLE) == "stop" else checkpoint)
 

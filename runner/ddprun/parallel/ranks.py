@@ -110,12 +110,12 @@ class Ranks:
         the one towards another host. Raises NetworkError if there is none, or if hosts have the same name.
         """
         endpoint = os.environ["MASTER_ADDR"]
-        found = self.gather("addresses", [self.host, network.machine(), network.address_towards(endpoint)])
+        found = self.gather("addresses", [self.host, network.machine_id(), network.address_towards(endpoint)])
         hosts, machines, addresses = zip(*found, strict=True)
-        for name in network.shared_names(zip(hosts, machines, strict=True)):
-            ranks = format_ranks(rank for rank, host in enumerate(hosts) if host == name)
+        if shared := network.shared_names(zip(hosts, machines, strict=True)):
+            ranks = format_ranks(rank for rank, host in enumerate(hosts) if host == shared[0])
             raise network.NetworkError(
-                f"{ranks} are on several hosts that are all called {name}; {network.NAME_ADVICE}"
+                f"{ranks} are on several hosts that are all called {shared[0]}; {network.NAME_ADVICE}"
             )
         if "LOCAL_RANK" not in os.environ:
             local_rank, local_size = hosts[: self.rank].count(self.host), hosts.count(self.host)

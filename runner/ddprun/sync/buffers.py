@@ -22,7 +22,7 @@ from ddprun_hooks.comm.control import ControlChannel
 
 @dataclass(frozen=True, slots=True)
 class BufferUse:
-    """What a model's buffers do, found by looking at their values around training forward passes."""
+    """What a model's buffers do, found by their values around training forward passes and by their layers."""
 
     changing: tuple[str, ...] = ()  # those that a training forward pass changes, counters aside
     constant: tuple[str, ...] = ()  # those that it leaves as they are
@@ -158,13 +158,15 @@ class BufferSync:
         return self.average_or_broadcast(self.plan.before_forward())
 
     def assumed_equal(self) -> dict[str, Tensor]:
-        """Those that `auto` does not send in a stage's steps, although a forward pass may read them."""
+        """Those that `auto` does not send in a stage's steps, although a forward pass may read them: the same
+        names on all ranks. Running statistics that a layer only writes, in training mode, count as equal.
+        """
         if self.plan.setting.when != "auto":
             return {}
-        not_read = norm_statistics(named for named in self._model.named_modules() if named[1].training)
+        written = norm_statistics(named for named in self._model.named_modules() if named[1].training)
         sent = self.plan.changing if self.plan.read_in_training else ()
-        held = self._named
-        return {name: held[name] for name in self.plan.names if name not in not_read and name not in sent}
+        held = self._named | {name: self._common_values[name] for name in written}
+        return {name: held[name] for name in self.plan.names if name not in sent}
 
     def before_evaluate_or_save(self) -> tuple[str, ...]:
         """Make all ranks' buffers equal, unless the setting is `never`: an evaluate or a save stage comes.

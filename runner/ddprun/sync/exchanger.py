@@ -150,7 +150,10 @@ def can_be_averaged(tensor: Tensor) -> bool:
 def mean_of(tensors: Sequence[Tensor]) -> Tensor:
     """Their mean, of their dtype, summed in double precision."""
     wide = torch.complex128 if tensors[0].is_complex() else torch.float64
-    return torch.stack([tensor.to(wide) for tensor in tensors]).mean(0).to(tensors[0].dtype)
+    stacked = torch.stack([tensor.to(wide) for tensor in tensors])
+    if stacked.is_sparse:  # of which torch takes no mean
+        return (stacked.sum(0) / len(tensors)).to(tensors[0].dtype)
+    return stacked.mean(0).to(tensors[0].dtype)
 
 
 @contextmanager

@@ -261,7 +261,7 @@ class BufferPlan:
     gradients_everywhere: bool  # in every step; else a forward pass is no time to synchronise, either
 
     def before_forward(self) -> tuple[str, ...]:
-        """Before the first forward pass of a step: those that it reads, so that all ranks read the same."""
+        """Before the first forward pass of a step: those it may read, so that all ranks read the same."""
         when = self.setting.when
         if when == "auto" and self.read_in_training and self.gradients_everywhere:
             return self.changing

@@ -89,7 +89,7 @@ class AgreedSteps(NamedTuple):
     nonfinite: bool = False  # some rank's loss was not finite in one of the steps, or in one before them
     overflows: Sequence[tuple[int, BucketTrace[int], Finding]] = ()  # steps, and the first overflow of each
     straggler: Straggler | None = None  # who is late now
-    straggler_changed: bool = False  # that is new
+    straggler_changes: Sequence[tuple[int, Straggler | None]] = ()  # steps, and who was late after each
     skipped: tuple[int, list[int]] | None = None  # a step in which these ranks alone exchanged nothing
     loss: float | None = None  # the newest mean loss that is known in the stage
     mean_values: Mapping[str, float] = MappingProxyType({})  # the newest means of numbers beside the loss
@@ -113,7 +113,7 @@ def combine_messages(
         count -= 1  # no rank had a step left at the stage's end
     if not count:
         return None
-    straggler_changed = stragglers.add(own.steps[: len(own.rows)], messages)
+    changes = stragglers.add(own.steps[: len(own.rows)], messages)
     overflows = list[tuple[int, BucketTrace[int], Finding]]()
     findings = messages[:count, :, FINDING_AT].astype(int)
     for message in np.flatnonzero(findings.any(1)).tolist():
@@ -135,7 +135,7 @@ def combine_messages(
         nonfinite=not all(math.isfinite(of_message[0] or 0.0) for of_message in means),
         overflows=overflows,
         straggler=stragglers.current,
-        straggler_changed=straggler_changed,
+        straggler_changes=changes,
         skipped=_find_skipped(own, messages),
         loss=loss,
         mean_values=values,

@@ -83,9 +83,10 @@ class StragglerDetector:
         """Go on after these episodes."""
         self.episodes = msgspec.convert(state, list[Straggler])
 
-    def add(self, steps: Sequence[int], messages: FloatArray) -> bool:
+    def add(self, steps: Sequence[int], messages: FloatArray) -> list[tuple[int, Straggler | None]]:
         """Take all ranks' control messages, shape (messages, ranks, numbers): one for each of `steps`, in
-        that order; what comes after them is ignored. Gives whether `current` has changed.
+        that order; what comes after them is ignored. Gives the steps after which `current` was another one,
+        each with that.
         """
         messages = messages[: len(steps)]
         ends = [SYNC_READY_AT, *(READY_AT + turn[-1] for turn in self._turns)]
@@ -94,7 +95,7 @@ class StragglerDetector:
         exchanged = (messages[..., SYNC_READY_AT:] != 0.0).any(2).any(1).tolist()
         in_turns = map(tuple, (messages[..., ends[1:]] != 0.0).all(1).tolist())
         at_us = messages[..., SYNC_READY_AT:].max((1, 2)).tolist()
-        before = self.current
+        changes = list[tuple[int, Straggler | None]]()
         for step, turns, skew_us, numbers, any_bucket, now_us in zip(
             steps, in_turns, skews, messages, exchanged, at_us, strict=True
         ):
@@ -104,28 +105,31 @@ class StragglerDetector:
             # Many steps may come at once, and by then have taken much longer than half a second.
             if len(self._steps) == self._window and now_us - self._judged_us >= _JUDGE_EVERY_US:
                 self._judged_us = now_us
-                self._update_current()
-        return not _is_same(before, self.current)
+                if self._update_current():
+                    changes.append((step, self.current))
+        return changes
 
-    def _update_current(self) -> None:
-        """Find out who is late."""
+    def _update_current(self) -> bool:
+        """Find out who is late; whether that has changed."""
         before, suspect = self.current, self._suspect
         self._suspect = found = self._find_straggler()
         if found is None or suspect is None or suspect.rank != found.rank:
             self.current = None  # one judgement alone says little
-            return
+            return before is not None
         self.current = found
-        if before is not None and _is_same(before, found):
+        same = ("rank", "cause", "bucket")
+        if before is not None and all(getattr(before, name) == getattr(found, name) for name in same):
             known, more = before.last_step - before.first_step, found.last_step - before.last_step
             found.late_us = (before.late_us * known + found.late_us * more) / (known + more)
             found.first_step = before.first_step
             self.episodes[-1] = found
-            return
+            return False
         if before is None:
             found.first_step = suspect.first_step
         self.episodes.append(found)
         if len(self.episodes) > _MAX_EPISODES:
             self.episodes.remove(min(self.episodes[:-1], key=lambda one: one.last_step - one.first_step))
+        return True
 
     def _find_straggler(self) -> Straggler | None:
         """The latest rank of the window, if it is late by enough."""
@@ -208,13 +212,6 @@ class StragglerDetector:
         whole = parts["backward"] if len(self._turns) == 1 else above[turn[-1]]
         shares = [whole - sum(more), *more]
         return cause, turn.start + shares.index(max(shares))
-
-
-def _is_same(one: Straggler | None, other: Straggler | None) -> bool:
-    """Whether both are the same rank, late for the same cause."""
-    if one is None or other is None:
-        return one is other
-    return (one.rank, one.cause, one.bucket) == (other.rank, other.cause, other.bucket)
 
 
 def _above_others_median(values: FloatArray) -> FloatArray:
