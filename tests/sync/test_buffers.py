@@ -127,15 +127,16 @@ class Backward(Constant):
 class Norm(nn.Module):
     '''Its norm layer changes from the first or the fourth training pass on, and reads from the fourth on.'''
 
-    def __init__(self, frozen):
+    def __init__(self, frozen, ranks="01"):
         super().__init__()
         self.frozen, self.calls = frozen, 0
+        self.here = os.environ["RANK"] in ranks
         self.layers = nn.ModuleList([nn.BatchNorm1d(64, affine=False), nn.Linear(64, 10)])
 
     def forward(self, images):
         flat = images.flatten(1)
         self.calls += self.training
-        if self.frozen and self.calls > 3:
+        if self.frozen and self.calls > 3 and self.here:
             self.layers[0].eval()
         if self.frozen or self.calls > 3:
             flat = self.layers[0](flat)
@@ -323,6 +324,12 @@ def test_a_buffer_that_changes_later_is_sent_all_the_same(tmp_path: Path, model:
         ("nets.Late", "steps: 5, evaluate: {every: 4}", "mask", "in stages[0].train, step 4"),
         ("nets.Backward", "steps: 5", "mask", "after step 1 of stages[0].train"),
         ("{nets.Norm: {frozen: true}}", "steps: 5", "layers.0.running_mean", "at the end of stages[0].train"),
+        (
+            "{nets.Norm: {frozen: true, ranks: '1'}}",
+            "steps: 5",
+            "layers.0.running_mean",
+            "at the end of stages[0].train",
+        ),
     ],
 )
 def test_a_buffer_that_is_not_sent_and_differs_ends_the_run(

@@ -113,3 +113,12 @@ def test_state_of_a_kind_that_nobody_knows_is_rank_0s_and_missing_state_does_not
     assert torch.equal(merged[0]["seen"], seen)
     assert torch.equal(merged[0]["rate"], torch.tensor([2.5]))
     assert torch.equal(merged[1]["rate"], rate)
+
+
+def test_sparse_state_has_a_mean() -> None:
+    """As SGD keeps the momentum of an embedding: ranks need not have the same rows in it."""
+    dense = [torch.tensor([[2.0, 4.0], [0.0, 0.0]]), torch.tensor([[0.0, 0.0], [1.0, 3.0]])]
+    states = [{"state": {0: {"momentum_buffer": one.to_sparse(1)}}, "param_groups": []} for one in dense]
+    mean = mean_optimizer_state(states)["state"][0]["momentum_buffer"]
+    assert mean.is_sparse
+    assert torch.equal(mean.to_dense(), (dense[0] + dense[1]) / 2)

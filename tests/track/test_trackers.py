@@ -402,9 +402,9 @@ def test_options_take_variables_of_the_environment(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("MLFLOW_SERVER", "https://mlflow.example.org")
     tracked = "[{mlflow: {tracking_uri: '${env:MLFLOW_SERVER}/x'}}]"
     (tmp_path / "p.yaml").write_text(TEXT.replace("TRACK", tracked))
-    reporter, recorder, signals = (cast(Any, SimpleNamespace()) for _ in range(3))
+    reporter, recorder = (cast(Any, SimpleNamespace()) for _ in range(2))
     loaded = load(tmp_path / "p.yaml")
     run = RunInfo("p", tmp_path, {}, tmp_path)
-    open_trackers(loaded, loaded.pipeline.track, run, reporter, recorder, signals)
+    open_trackers(loaded, loaded.pipeline.track, run, reporter, recorder)
     assert reporter.trackers.close({}) == []
     assert made == ["https://mlflow.example.org/x"]

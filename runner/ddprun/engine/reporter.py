@@ -19,7 +19,6 @@ from ddprun import LAUNCHED_VARIABLE, __version__
 from ddprun.config import Loaded, PipelineError
 from ddprun.config.choices import Choice
 from ddprun.engine.compiling import GraphCompiler
-from ddprun.engine.interrupts import SignalRequests
 from ddprun.engine.nonfinite import Nonfinite
 from ddprun.host.device import device_name
 from ddprun.host.processes import END_RANK, SIGNAL_EXIT_BASE, cores
@@ -282,11 +281,10 @@ def open_trackers(
     run: RunInfo,
     reporter: Reporter,
     recorder: StepRecorder,
-    signals: SignalRequests | None,
+    *,
+    in_script: bool = False,
 ) -> None:
-    """Open the trackers of the run, and give them every step; on rank 0 alone. `signals` is None in a process
-    whose signals are the script's.
-    """
+    """Open the trackers of the run, or of an observed script, and give them every step; on rank 0 alone."""
 
     def failed(name: str, why: str) -> None:
         reporter.events.warning("tracker_failed", tracker=name, reason=why)
@@ -301,7 +299,7 @@ def open_trackers(
         tracker: type[Tracker] = TRACKERS.load(choice.name)
         makers.append((choice.name, partial(tracker, options, run)))
     trackers = reporter.trackers = Trackers(makers, failed)
-    _fail_trackers_when_ended(trackers, signals)
+    _fail_trackers_when_ended(trackers, in_script=in_script)
 
     def observe(record: StepRecord, traces: Sequence[BucketTrace[int]]) -> None:
         sent: Counter[tuple[str, str]] = Counter()
@@ -312,14 +310,14 @@ def open_trackers(
     recorder.on_step_record = observe
 
 
-def _fail_trackers_when_ended(trackers: Trackers, signals: SignalRequests | None) -> None:
+def _fail_trackers_when_ended(trackers: Trackers, *, in_script: bool) -> None:
     """Close the trackers as failed when the launcher ends this rank, as when another one has failed. torchrun
     does so with SIGTERM: to the engine that is a request to stop, and stays one; what a script does with it
     comes first.
 
     A thread does it, since the main thread may be waiting in a collective, where no handler runs.
     """
-    number = signal.SIGTERM if signals is None else END_RANK
+    number = signal.SIGTERM if in_script else END_RANK
 
     def handler(*_: object) -> None:
         """The thread below does the work."""
@@ -327,7 +325,7 @@ def _fail_trackers_when_ended(trackers: Trackers, signals: SignalRequests | None
     def is_installed() -> bool:
         return signal.getsignal(number) is handler
 
-    if signals is None:
+    if in_script:
         in_main = threading.current_thread() is threading.main_thread()
         if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             return

@@ -223,7 +223,7 @@ def build_session(
     log_event(reporter.events, recorder.compare_clocks())
     if ranks.rank == 0 and pipeline.track:  # last, so that whatever fails before leaves none open
         run = RunInfo(pipeline.name, run_dir, loaded.as_dict(), started_in)
-        open_trackers(loaded, pipeline.track, run, reporter, recorder, signals)
+        open_trackers(loaded, pipeline.track, run, reporter, recorder)
     return session
 
 

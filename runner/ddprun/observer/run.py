@@ -236,7 +236,7 @@ class ObservedRun:
             if ranks.rank == 0 and trackers:  # last, so that whatever fails before leaves none open
                 about = redact_all({"name": name, "hooks": list(stack.names), **settings.root.data()})
                 info = RunInfo(name, self.folder, about, Path.cwd())
-                open_trackers(settings, trackers, info, reporter, recorder, None)
+                open_trackers(settings, trackers, info, reporter, recorder, in_script=True)
             undo.pop_all()
 
     def steps(self, loader: Iterable[_T]) -> TimedLoader[_T]:
