@@ -157,27 +157,27 @@ def _make_or_take_over(loaded: LoadedPipeline, folder: RunFolder) -> None:
     if folder.begun and os.path.lexists(folder.path / RUN_INFO_FILE):
         _take_over(folder.path, _lock_wait_s(loaded) if folder.restarted else _WAIT_S)
         return
-    make_folder(folder.path, _texts(loaded, folder))
+    make_folder(folder.path, _texts(loaded, folder.run_id))
 
 
-def _texts(loaded: LoadedPipeline, folder: RunFolder) -> dict[str, str]:
+def _texts(loaded: LoadedPipeline, run_id: str) -> dict[str, str]:
     """The files that say what a run is."""
-    about = {"v": 1, "id": folder.run_id, "ddprun": __version__, "pipeline_folder": str(loaded.folder)}
+    about = {"v": 1, "id": run_id, "ddprun": __version__, "pipeline_folder": str(loaded.folder)}
     return {PIPELINE_FILE: loaded.resolved_yaml(), RUN_INFO_FILE: json.dumps(about) + "\n"}
 
 
-def prepare_resumed_folder(folder: RunFolder, loaded: LoadedPipeline, *, changed: bool) -> None:
+def prepare_resumed_folder(folder: Path, run_id: str, loaded: LoadedPipeline, *, changed: bool) -> None:
     """Nothing keeps a run from being resumed any more: its folder loses the earlier attempt's summary and, if
     the pipeline may have `changed`, gets it as it is now. One with a redacted password would not load.
     """
     try:
-        for name, text in _texts(loaded, folder).items() if changed else ():
+        for name, text in _texts(loaded, run_id).items() if changed else ():
             if REDACTED not in text:
-                with replace_atomically(folder.path, name) as file:
+                with replace_atomically(folder, name) as file:
                     file.write(text.encode())
-        (folder.path / SUMMARY_FILE).unlink(missing_ok=True)
+        (folder / SUMMARY_FILE).unlink(missing_ok=True)
     except OSError as error:
-        raise RunFolderError(f"cannot resume in the run folder {folder.path}: {error.strerror}") from None
+        raise RunFolderError(f"cannot resume in the run folder {folder}: {error.strerror}") from None
 
 
 def new_folder(name: str) -> Path:

@@ -141,7 +141,8 @@ def _run(
     if folder.begun:
         resume(session)
         if leaders[ranks.rank] == ranks.rank:
-            prepare_resumed_folder(folder, loaded, changed=bool(loaded.overrides) or resuming != "yes")
+            changed = bool(loaded.overrides) or resuming != "yes"
+            prepare_resumed_folder(session.runtime.run_dir, folder.run_id, loaded, changed=changed)
         discard_stale_best(session)
     failure_context.may_summarize = True
     local_ranks = ranks.environment.local_world_size
