@@ -219,9 +219,9 @@ class BufferSettings(Options):
     """When ranks make their buffers equal, such as BatchNorm's running statistics, and how."""
 
     when: Literal["auto", "every_forward", "every", "before_evaluate", "never"] = "auto"
-    """`auto` sends before a forward pass what passes before step 1 change, unless all of that belongs to
-    torch's own batch or instance norm layers and the loss does not depend on it; `every` is after every n-th
-    step. All but `never` also make buffers equal before evaluate and save."""
+    """`auto` sends what passes before step 1 change, before a forward pass or after ranks have synchronised,
+    unless all of that belongs to torch's own batch or instance norm layers and the loss does not depend on
+    it; `every` is after every n-th step. All but `never` also make buffers equal before evaluate and save."""
 
     every: PositiveInt | None = None
     """Steps from one time to the next; implies `when: every`."""
