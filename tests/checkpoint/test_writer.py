@@ -161,7 +161,7 @@ def test_older_ones_that_cannot_be_deleted_end_nothing(
     for step in (10, 20):
         assert everyone(ranks, step, wait=True).checkpoint is not None
     close(ranks)
-    said = f"ddprun: rank 0: cannot delete older checkpoints at step 20: {error!r}\n"
+    said = f"ddprun: rank 0: after the checkpoint of step 20: {error!r}\n"
     assert capsys.readouterr().err.endswith(said)
 
 

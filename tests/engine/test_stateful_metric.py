@@ -171,7 +171,10 @@ def refused(folder: Path) -> str:
     ("metric", "words"),
     [
         ("mine.NoMerge", "NoMerge has update and compute, but no merge_state; ranks merge what each has"),
-        ("mine.Vector", "compute gives shape (3,); expected one number, as with average: macro"),
+        (
+            "mine.Vector",
+            "compute gives shape (3,); expected one number, as torchmetrics gives with average: macro",
+        ),
         ("{mine.MacroF1: {labels: 10}}", "labels"),
         ("torch.nn.Linear", '"torch.nn.Linear" lacks update or compute; expected a function of'),
     ],

@@ -115,7 +115,8 @@ class DdpReplica:
             raise
         finally:
             self.dispatcher.traces = None
-        waiting = {name: self._params[name] for name in self.dispatcher.unsent_params} if exchange else {}
+        unsent = self.dispatcher.unsent_params if exchange else ()
+        waiting = {name: param for name, param in self._params.items() if name in unsent} if unsent else {}
         return {name: param for name, param in waiting.items() if param.grad is None} or waiting
 
 
