@@ -1,14 +1,10 @@
 """Which network interface is used, as far as one host can tell."""
 
 import os
-from unittest import mock
 
 import pytest
 
-from ddprun.engine.failures import FailureContext, open_ranks
 from ddprun.host import network
-from ddprun.parallel.ranks import Environment
-from tests.ranks import as_processes
 
 
 @pytest.mark.parametrize("name", ["lo", "l", "=lo", "lo,nowhere", "^nowhere0,docker0"])
@@ -47,21 +43,8 @@ def test_the_loopback_leads_to_no_other_host(
         network.choose_interface("192.0.2.1")
 
 
-def connecting_on_clones() -> str:
-    """What two of three ranks say that are on machines of one name."""
-    ranks = open_ranks(Environment.read(), 20.0, FailureContext())
-    ranks.host = "other" if ranks.rank == 1 else "clone"
-    with mock.patch.object(network, "machine_id", return_value=f"machine {ranks.rank}"):
-        try:
-            ranks.connect()
-        except network.NetworkError as error:
-            return str(error)
-    return ""
-
-
-def test_machines_of_one_name_are_refused() -> None:
-    """By all ranks, before they make process groups that would lead nowhere."""
-    expected = f"ranks 0, 2 are on several hosts that are all called clone; {network.NAME_ADVICE}"
-    assert as_processes(3, connecting_on_clones) == [expected] * 3
+def test_names_that_several_machines_have_are_found() -> None:
+    """Several launchers on one machine have one name, and are no fault."""
+    assert network.shared_names([("a", "1"), ("b", "3"), ("a", "2")]) == ["a"]
     assert network.shared_names([("a", "1"), ("a", "1"), ("b", "1")]) == [], "launchers on one machine"
     assert network.machine_id() == network.machine_id() != ""

@@ -111,6 +111,16 @@ def test_two_hosts_end_with_the_loss_of_one(tmp_path: Path) -> None:
         assert found == [(rank, step) for rank in range(4) for step in range(1, 31)]
 
 
+def test_hosts_of_one_name_are_refused(tmp_path: Path) -> None:
+    """By all ranks, before they make process groups that would lead nowhere."""
+    (tmp_path / "two.yaml").write_text(PIPELINE)
+    (one, said), (two, other) = on_two_hosts(tmp_path, setup=("true", "hostname node0"))
+    assert (one, two) == (2, 2), said + other
+    told = "ranks 0-3 are on several hosts that are all called node0; give each host a name"
+    assert (said + other).count(told) == 1  # by rank 0's host
+    assert not (tmp_path / "two").exists()
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [

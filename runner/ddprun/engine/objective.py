@@ -4,7 +4,7 @@ import copy
 import math
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
 from types import MappingProxyType
@@ -434,11 +434,11 @@ def zero_gradients(model: nn.Module) -> Iterator[None]:
     def zeros(grad: Tensor | None) -> Tensor | None:
         return None if grad is None else torch.zeros_like(grad)
 
-    params = [param for param in model.parameters() if param.requires_grad]
-    handles = [param.register_hook(zeros) for param in params]  # type: ignore[no-untyped-call]
-    yield
-    for handle in handles:
-        handle.remove()
+    with ExitStack() as hooks:
+        for param in model.parameters():
+            if param.requires_grad:
+                hooks.enter_context(param.register_hook(zeros))  # type: ignore[no-untyped-call]
+        yield
 
 
 def initialize_lazy_parameters(model: nn.Module, objective: Objective, feed: Feed, turns: Turns) -> None:
