@@ -8,9 +8,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from ddprun_hooks.config import grammar
-from ddprun_hooks.config.import_path import import_entry_point, import_trusted, installed_entry_points
+from ddprun_hooks.config.import_path import import_entry_point, import_trusted
 from ddprun_hooks.config.messages import describe_value, option_errors
-from ddprun_hooks.config.options import BUILT_IN, ENTRY_POINT_GROUP, HookSpec, read_hook, unknown_hook_message
+from ddprun_hooks.config.options import BUILT_IN, ENTRY_POINT_GROUP, HookSpec, read_hook
 from ddprun_hooks.config.trust import ExpectedObject, TrustSettingError, UntrustedError
 from ddprun_hooks.ddp_comm_hook import DdpCommHook
 from ddprun_hooks.errors import HookSetupError, ImportPathError
@@ -29,11 +29,12 @@ _EXPECTED_HOOK = ExpectedObject(
 
 
 def make_hook(name: str, options: Mapping[str, Any] | None = None) -> Hook:
-    """Make one hook; raises HookSetupError for no such hook, wrong options, or what is none.
+    """Make one hook; raises HookSetupError for wrong options, or what is none.
 
     `name` is a built-in name, one that an installed package adds under the entry point group `ddprun.hooks`,
     or an import path of a class, a factory, an `async def hook(payload, comm)` or a DDP communication hook,
-    `def hook(state, bucket)`; `options` are keyword arguments, of a built-in hook as `read_hook` gives them.
+    `def hook(state, bucket)`; `options` are keyword arguments. Of a name without a dot both are as
+    `read_hook` gives them.
     """
     options = dict(options or {})
     if name in BUILT_IN:
@@ -43,8 +44,6 @@ def make_hook(name: str, options: Mapping[str, Any] | None = None) -> Hook:
         made = pkgutil.resolve_name(f"ddprun_hooks.builtin.{BUILT_IN[name].implementation}")(**options)
         assert isinstance(made, Hook)
         return made
-    if "." not in name and name not in installed_entry_points(ENTRY_POINT_GROUP):
-        raise HookSetupError(unknown_hook_message(name))
     try:
         if "." in name:
             target = import_trusted(name, _EXPECTED_HOOK)
