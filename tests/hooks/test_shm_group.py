@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from ddprun_hooks import ExchangeError
+from ddprun_hooks.shm import setup
 from ddprun_hooks.shm.group import ShmGroup, ShmOperation
 from ddprun_hooks.shm.progress import ProgressThread, progress_thread
 from ddprun_hooks.shm.setup import open_shm_groups
@@ -28,6 +29,12 @@ from tests.warm import fork_server
 
 SLOT_BYTES = 4096
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int32, torch.int64)
+
+
+@pytest.fixture(autouse=True)
+def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that short tensors take several pieces."""
+    monkeypatch.setattr(setup, "SLOT_BYTES", SLOT_BYTES)
 
 
 def as_ranks(
@@ -50,13 +57,9 @@ def as_ranks(
             all_listen.wait()
             return addresses
 
+        labels = range(size)
         groups = open_shm_groups(
-            rank=rank,
-            size=size,
-            count=count,
-            all_gather_bytes=share,
-            timeout_s=timeout_s,
-            slot_bytes=SLOT_BYTES,
+            rank=rank, labels=labels, count=count, all_gather_bytes=share, timeout_s=timeout_s
         )
         return body(rank, groups)
 
@@ -267,11 +270,10 @@ def test_ranks_that_do_not_come_to_open_groups_are_named() -> None:
     with pytest.raises(ExchangeError, match="rank 7 did not arrive"):
         open_shm_groups(
             rank=0,
-            size=2,
+            labels=[4, 7],
             count=1,
             all_gather_bytes=lambda address: [address, b""],
             timeout_s=0.1,
-            rank_labels=[4, 7],
         )
 
 
@@ -399,7 +401,7 @@ def open_by_file(rank: int, folder: Path) -> ShmGroup:
         store.set(str(rank), address.decode())
         return [bytes(store.get(str(other))) for other in range(3)]
 
-    return open_shm_groups(rank=rank, size=3, count=1, all_gather_bytes=share, timeout_s=30)[0]
+    return open_shm_groups(rank=rank, labels=range(3), count=1, all_gather_bytes=share, timeout_s=30)[0]
 
 
 def survive(folder: Path, with_child: bool) -> tuple[str, float, float] | None:

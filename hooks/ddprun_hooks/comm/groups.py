@@ -320,11 +320,10 @@ class GroupFactory:
             with observed_wait(sharing, "share", f"making {shared} areas of shared memory"):
                 shm_groups = open_shm_groups(
                     rank=rank,
-                    size=len(mine),
+                    labels=mine,
                     count=shared,
                     all_gather_bytes=all_gather_in_group,
                     timeout_s=self.timeout_s,
-                    rank_labels=mine,
                 )
         sequences: dict[Transport, list[CollectiveSequence]] = {
             "network": [self.observer.new_sequence(f"{name}.{index}", mine) for index in range(different)],

@@ -68,8 +68,8 @@ class ShmGroup:
     contiguous, in host memory, and alike in length and dtype on all ranks. Every element is summed by one
     rank, in rank order, and fp16 and bf16 in fp32: all ranks get the same bits.
 
-    `memory` is (2, size, slot_bytes), uint8, shared; `peers` has a socket to each other rank, in rank order.
-    An operation waits `timeout_s` for a peer.
+    `memory` is (2, size, bytes of a slot), uint8, shared; a slot has at least 128 bytes for each rank.
+    `peers` has a socket to each other rank, in rank order. An operation waits `timeout_s` for a peer.
     """
 
     def __init__(self, rank: int, memory: Tensor, peers: Sequence[PeerSocket], timeout_s: float) -> None:
@@ -90,8 +90,6 @@ class ShmGroup:
     def all_reduce(self, tensor: Tensor) -> ShmOperation:
         """Sum `tensor` (any shape) over the ranks, in place."""
         flat = tensor.detach().view(-1)
-        if self.size == 1:
-            return
         plan = self._transfer_plan(flat.dtype, flat.numel())
         chunks, rank = plan.split_to_chunks(flat), self.rank
         # A piece is summed as the next is put in: one barrier more than pieces, not twice as many.
@@ -113,9 +111,6 @@ class ShmGroup:
     def reduce_scatter(self, tensor: Tensor, sizes: Sequence[int], output: Tensor) -> ShmOperation:
         """Sum parts of `tensor`, (sum(sizes),), into `output`, (sizes[rank],), maybe its part of `tensor`."""
         tensor, output = tensor.detach(), output.detach()
-        if self.size == 1:
-            output.copy_(tensor)
-            return
         plan = self._transfer_plan(tensor.dtype, tuple(sizes))
         chunks, rank = plan.split_to_chunks(tensor), self.rank
         outputs = plan.split_part(output, rank)
@@ -132,8 +127,6 @@ class ShmGroup:
         tensor, output = tensor.detach(), output.detach()
         rank, start = self.rank, sum(sizes[: self.rank])
         output[start : start + sizes[rank]].copy_(tensor)
-        if self.size == 1:
-            return
         plan = self._transfer_plan(tensor.dtype, tuple(sizes))
         chunks = plan.split_to_chunks(output)
         for turn, piece in enumerate(plan.pieces):
@@ -185,7 +178,9 @@ class ShmGroup:
     def _sum(self, slots: Sequence[Tensor], own: Tensor, out: Tensor) -> None:
         """Sum the peers' `slots` and this rank's `own`, in rank order, into `out`, which may be `own`."""
         terms = [*slots[: self.rank], own, *slots[self.rank + 1 :]]
-        if self.size > 2 and out.dtype in (torch.float16, torch.bfloat16):  # torch rounds a sum of two once
+        if self.size == 1:
+            out.copy_(own)
+        elif self.size > 2 and out.dtype in (torch.float16, torch.bfloat16):  # torch rounds a sum of two once
             total = self._scratch_for(torch.float32, 0, out.numel()).copy_(terms[0])
             term = self._scratch_for(torch.float32, 1, out.numel())
             for other in terms[1:]:

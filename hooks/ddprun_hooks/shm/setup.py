@@ -19,7 +19,7 @@ from typing import Final
 import torch
 
 from ddprun_hooks.errors import ExchangeError, format_ranks
-from ddprun_hooks.shm.group import CACHE_LINE_BYTES, SLOT_BYTES, PeerSocket, ShmGroup, round_up
+from ddprun_hooks.shm.group import SLOT_BYTES, PeerSocket, ShmGroup
 
 _MEMORY_MARKER: Final = b"\1"  # what comes with the memory
 _HELLO: Final = struct.Struct("=2I")  # what a rank says first: of which group, and its place in it
@@ -31,28 +31,20 @@ Connections = dict[tuple[int, int], socket.socket]  # by group, and the other ra
 def open_shm_groups(
     *,
     rank: int,
-    size: int,
+    labels: Sequence[int],
     count: int,
     all_gather_bytes: Callable[[bytes], Sequence[bytes]],
     timeout_s: float,
-    slot_bytes: int = SLOT_BYTES,
-    rank_labels: Sequence[int] | None = None,
 ) -> list[ShmGroup]:
-    """Make `count` groups among the `size` ranks of one host. Each of them has to call this, with equal
-    arguments; raises ExchangeError if some do not arrive, are another user's, or have no memory to share.
+    """Make `count` groups among ranks of one host, which errors call by their `labels`; this one is
+    labels[rank]. Each of them has to call this, with equal arguments; raises ExchangeError if some do not
+    arrive, are another user's, or have no memory to share.
 
     `all_gather_bytes` gives what these ranks give (32 bytes at most) to all of them, in rank order; it is
-    called once on each. Making the groups, and then any one wait in an operation, may take `timeout_s`. A
-    rank puts `slot_bytes` into memory at a time, at least 128 for each rank. Errors name ranks by
-    `rank_labels`; None: by number.
+    called once on each. Making the groups, and then any one wait in an operation, may take `timeout_s`.
     """
-    slot_bytes = round_up(slot_bytes, mmap.PAGESIZE)
-    if slot_bytes < 2 * CACHE_LINE_BYTES * size:
-        raise ValueError(f"slots of {slot_bytes} bytes are too small for {size} ranks")
-    labels = range(size) if rank_labels is None else rank_labels
-    if size == 1:
-        return [ShmGroup(0, torch.empty((2, 1, 0), dtype=torch.uint8), (), timeout_s) for _ in range(count)]
-    nbytes = 2 * size * slot_bytes
+    size = len(labels)
+    nbytes = 2 * size * SLOT_BYTES
     deadline = time.monotonic() + timeout_s
     groups = []
     with ExitStack() as cleanup:
@@ -71,7 +63,7 @@ def open_shm_groups(
                     cleanup.callback(os.close, memory)
                 mapping = torch.frombuffer(mmap.mmap(memory, nbytes), dtype=torch.uint8)
                 sockets = [PeerSocket(peer.detach(), labels[other]) for other, peer in peers.items()]
-                groups.append(ShmGroup(rank, mapping.view(2, size, slot_bytes), sockets, timeout_s))
+                groups.append(ShmGroup(rank, mapping.view(2, size, SLOT_BYTES), sockets, timeout_s))
         except OSError as error:
             source = f" with rank {labels[0]}" if rank else ""
             raise ExchangeError(f"rank {labels[rank]} cannot share memory{source}: {error}") from error
