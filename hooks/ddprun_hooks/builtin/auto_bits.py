@@ -84,12 +84,11 @@ class AutoBits(ErrorFeedback):
         self._judge(key)
         self._used[key] = choice.code
         wire_format = FORMATS[choice.code]
-        make = wire_format.reduction_class(payload.tensor, residual)
-        reduction = make(wire_format, payload.tensor, residual, comm.rank, comm.size)
+        reduction = wire_format.reduction(payload.tensor, residual, comm)
         choice.exchanges = choice.exchanges % self.every + 1
         if choice.exchanges < self.every or payload.tensor.is_meta:
             arrived = await comm.all_to_all(reduction.encode())
-            total = reduction.decode(await comm.all_gather(reduction.sum_and_encode(arrived)))
+            gathered = await comm.all_gather(reduction.sum_and_encode(arrived))
         else:
             stride = _STRIDE if len(payload.tensor) >= _STRIDE * _MIN_SAMPLE else 1
             sample = _sample(payload.tensor, reduction, stride)
@@ -99,9 +98,9 @@ class AutoBits(ErrorFeedback):
             products = _products(wire_format, message, samples, stride)
             both = await comm.all_gather(_beside(message, products))
             gathered, self._measured[key] = _split(both, products, comm.size)
-            total = reduction.decode(gathered.view(wire_format.dtype))
-        payload.findings.extend(reduction.findings)
-        return total
+            gathered = gathered.view(wire_format.dtype)
+        payload.findings.extend(wire_format.findings(payload.tensor, gathered))
+        return reduction.decode(gathered)
 
     def _judge(self, key: _Key) -> None:
         """Judge what was measured in the bucket's last exchange: now a GPU surely has it."""

@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ddprun_hooks.builtin.two_phase import TwoPhase, TwoPhaseReduction, WireFormat
+from ddprun_hooks.builtin.two_phase import TwoPhase, WireFormat
 from ddprun_hooks.comm.communicator import Communicator
 from ddprun_hooks.comm.gpu import copy_scalar_to_host
 from ddprun_hooks.hook import Hook
@@ -52,18 +52,8 @@ class CastFormat(WireFormat):
     def decode(self, message: Tensor, dtype: torch.dtype) -> Tensor:
         return message.to(dtype)
 
-    def reduction_class(self, payload: Tensor, residual: Tensor) -> type[TwoPhaseReduction]:
-        return CastReduction
-
-
-class CastReduction(TwoPhaseReduction):
-    """Looks for what overflows, too."""
-
-    wire_format: CastFormat
-
-    def decode(self, gathered: Tensor) -> Tensor:
-        self.findings = find_overflow(NAMES[self.wire_format.dtype], self.payload, gathered)
-        return super().decode(gathered)
+    def findings(self, payload: Tensor, gathered: Tensor) -> list[Finding]:
+        return find_overflow(NAMES[self.dtype], payload, gathered)
 
 
 def fp16(accumulate: Literal["fp32"] | None = None) -> Hook:

@@ -35,9 +35,13 @@ class WireFormat:
         if not x.is_cpu or not bool(torch.isfinite(x.sum())):  # on a GPU to look would be to wait for it
             x.nan_to_num_(0.0, 0.0, 0.0)
 
-    def reduction_class(self, payload: Tensor, residual: Tensor) -> "type[TwoPhaseReduction]":
+    def findings(self, payload: Tensor, gathered: Tensor) -> Sequence[Finding]:
+        """What the messages of all sums say of a rank's payload."""
+        return ()
+
+    def reduction(self, payload: Tensor, residual: Tensor, comm: Communicator) -> "TwoPhaseReduction":
         """What computes the reduction of a payload: torch, by the methods above, or kernels."""
-        return TwoPhaseReduction
+        return TwoPhaseReduction(self, payload, residual, comm.rank, comm.size)
 
 
 class TwoPhaseReduction:
@@ -47,8 +51,6 @@ class TwoPhaseReduction:
     it, and gets what was not sent. Each of the `group_size` ranks owns an equal share, in whole blocks; the
     last ones are padded with zeros.
     """
-
-    findings: Sequence[Finding] = ()  # of a sum, once `decode` has looked
 
     def __init__(
         self, wire_format: WireFormat, payload: Tensor, residual: Tensor, rank: int, group_size: int
@@ -100,12 +102,11 @@ class TwoPhase(ErrorFeedback):
         if not payload.tensor.numel():
             return payload.tensor
         residual = self.residual(payload, comm.size)
-        make = self.wire_format.reduction_class(payload.tensor, residual)
-        reduction = make(self.wire_format, payload.tensor, residual, comm.rank, comm.size)
+        reduction = self.wire_format.reduction(payload.tensor, residual, comm)
         arrived = await comm.all_to_all(reduction.encode())
-        total = reduction.decode(await comm.all_gather(reduction.sum_and_encode(arrived)))
-        payload.findings.extend(reduction.findings)
-        return total
+        gathered = await comm.all_gather(reduction.sum_and_encode(arrived))
+        payload.findings.extend(self.wire_format.findings(payload.tensor, gathered))
+        return reduction.decode(gathered)
 
 
 class BlockCode(WireFormat):
@@ -149,13 +150,13 @@ class BlockScaled(BlockCode):
         """The values of codes."""
         raise NotImplementedError
 
-    def reduction_class(self, payload: Tensor, residual: Tensor) -> type[TwoPhaseReduction]:
+    def reduction(self, payload: Tensor, residual: Tensor, comm: Communicator) -> TwoPhaseReduction:
         has_kernel = self.kernel_format and self.block <= kernels.MAX_BLOCK_SIZE
         if not (has_kernel and kernels.can_handle_tensors(payload, residual)):
-            return TwoPhaseReduction
+            return super().reduction(payload, residual, comm)
         from ddprun_hooks.builtin.fused import FusedBlockReduction
 
-        return FusedBlockReduction
+        return FusedBlockReduction(self, payload, residual, comm.rank, comm.size)
 
     def encode(self, x: Tensor) -> Tensor:
         blocks = x.view(*x.shape[:-1], -1, self.block)
