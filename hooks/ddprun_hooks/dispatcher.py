@@ -30,7 +30,7 @@ class BucketDispatcher:
         self, model: DistributedDataParallel, queue: CommQueue, stack: Stack, first_index: int = 0
     ) -> None:
         self.stack, self._first_index = stack, first_index
-        self.traces: list[BucketTrace[Any]] | None = None  # takes each bucket's; None: keeps none
+        self.traces: list[BucketTrace[Any]] = []  # takes each bucket's
         # Called when a backward pass has sent its last bucket and is about to wait.
         self.on_last_bucket_sent: Callable[[], None] | None = None
         self._queue = queue
@@ -181,11 +181,10 @@ class BucketDispatcher:
         own = None
         if self._fidelity_samples is not None:
             own = buffer.to(torch.promote_types(buffer.dtype, torch.float32), copy=True)
-        traces = self.traces if self.traces is not None else []
         payload = Payload(buffer, layout.params, "gradient", layout.index)
-        future = self._queue.send(payload, stack, traces, self.group)
+        future = self._queue.send(payload, stack, self.traces, self.group)
         if self._fidelity_samples is not None and own is not None:
-            self._fidelity_samples.append((traces[-1], own, buffer))
+            self._fidelity_samples.append((self.traces[-1], own, buffer))
         return future
 
     def _on_bucket_before_layout_frozen(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -64,7 +64,6 @@ class Handle(BucketDispatcher):
         self.on_backward: Callable[[], None] | None = None  # is called when a pass has its first bucket
         self._traces_with_findings: list[BucketTrace[Any]] = []  # hooks may have found something in them
         super().__init__(model, exchange.gradient_queue, stack)
-        self.traces: list[BucketTrace[Any]] = []
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank's hooks, by hook and parameter name. Each rank has its own state."""

@@ -113,8 +113,6 @@ class DdpReplica:
             if cause is not None and cause is not error:
                 raise cause from None
             raise
-        finally:
-            self.dispatcher.traces = None
         unsent = self.dispatcher.unsent_params if exchange else ()
         waiting = {name: param for name, param in self._params.items() if name in unsent} if unsent else {}
         return {name: param for name, param in waiting.items() if param.grad is None} or waiting
