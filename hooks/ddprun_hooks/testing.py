@@ -264,6 +264,8 @@ def _drain_residuals(
 def _states_equal(one: Any, other: Any) -> bool:
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_states_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_states_equal, one, other))
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other)
     return bool(one == other)
