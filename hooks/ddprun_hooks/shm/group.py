@@ -222,16 +222,13 @@ class _TransferPlan:
         count = -(-sum(sizes) // room)
         # Elements of each part's chunks but the last.
         self.chunk_sizes = [round_up(-(-size // max(count, 1)), align) for size in sizes]
-        made: dict[tuple[int, ...], _PieceViews] = {}
         self.pieces: list[_PieceViews] = []
         for turn in range(count):
-            lengths = tuple(
+            lengths = [
                 max(0, min(chunk_size, size - turn * chunk_size))
                 for chunk_size, size in zip(self.chunk_sizes, sizes, strict=True)
-            )
-            if lengths not in made:
-                made[lengths] = _PieceViews(rank, self.chunk_sizes, lengths, memory)
-            self.pieces.append(made[lengths])
+            ]
+            self.pieces.append(_PieceViews(rank, self.chunk_sizes, lengths, memory))
 
     def split_to_chunks(self, tensor: Tensor) -> list[Sequence[Tensor]]:
         """The chunks of each part of `tensor` (sum(sizes),)."""
