@@ -90,7 +90,7 @@ def test_shares_of_other_hosts_are_cut_anew() -> None:
     flat: Specs = ["int8"]
     halves: Specs = [two_level(across=["int8"])]
     states = states_of(halves, 4)
-    total = make_stack(halves).merge(states)["hierarchical"]["across"]["int8"]
+    total = make_stack(halves).merge(states)["hierarchical"]["int8"]
 
     def body(c: Rank) -> tuple[Tensor, dict[str, Any]]:
         c.stack.load_state_dict({"int8": total})
@@ -101,6 +101,22 @@ def test_shares_of_other_hosts_are_cut_anew() -> None:
     assert torch.allclose(
         results[0][0] + left, residual_total(make_stack(halves).merge(states)), rtol=0, atol=1e-13
     )
+
+
+@pytest.mark.parametrize("specs", [["int8"], [two_level(across=["int8"])]], ids=str)
+def test_what_another_stack_takes_over_is_kept_there_alone(specs: Specs) -> None:
+    """Or a third stage's hooks would send it a second time."""
+
+    def body(c: Rank) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        c.step(0, torch.float64)
+        before, later = c.stack.state_dict(), make_stack(specs)
+        later.adopt_state([c.stack])
+        return before, c.stack.state_dict(), later.state_dict()
+
+    for before, left, taken in run_hooks(specs, 2, body):
+        assert residual_total(make_stack(specs).merge([before])).abs().max() > 1e-6
+        assert not left
+        assert_same(taken, before)
 
 
 @pytest.mark.parametrize("number", [1, 0])

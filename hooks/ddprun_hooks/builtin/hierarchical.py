@@ -72,16 +72,14 @@ class Hierarchical(Hook):
 
     def state_dict(self) -> dict[str, Any]:
         """State of the hooks between hosts, which is of this rank's shares."""
-        state = self.across.state_dict()
-        return {"across": state} if state else {}
+        return self.across.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.across.load_state_dict(state.get("across", {}))
+        self.across.load_state_dict(state or {name: {} for name in self.across.names})
 
     def merge(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The state of all shares together."""
-        merged = self.across.merge([state["across"] for state in states if "across" in state])
-        return {"across": merged} if merged else {}
+        return self.across.merge(states)
 
 
 @functools.lru_cache(maxsize=1024)
