@@ -96,7 +96,11 @@ class Stack:
         return self.carry(payload, group)
 
     async def carry(self, payload: Payload, group: RankGroup, depth: int = 0) -> Tensor:
-        """Carry `payload` through the hooks from `depth` on; gives the mean over the ranks of `group`."""
+        """Carry `payload` through the hooks from `depth` on; gives the mean over the ranks of `group`. One
+        without elements, which has none on any rank, is not sent.
+        """
+        if not payload.tensor.numel():
+            return payload.tensor
         if depth == len(self.hooks):
             raise HookSetupError(f'"{self.names[-1]}" is a reducer: nothing follows that could reduce for it')
 

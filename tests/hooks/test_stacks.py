@@ -99,6 +99,16 @@ def test_every_rank_gets_the_same_bits_step_after_step(specs: Specs) -> None:
         assert cosine > 0.15
 
 
+@pytest.mark.parametrize("specs", [*LOSSY[:4], ["fp16"], [two_level()], [AUTO_BITS]], ids=str)
+def test_nothing_is_sent_of_a_payload_without_elements(specs: Specs) -> None:
+    """A bucket of parameters that have none."""
+
+    def body(c: Rank) -> tuple[int, int]:
+        return c.send(torch.zeros(0), ()).numel(), len(c.traces[-1].collectives)
+
+    assert run_hooks(specs, 2, body) == [(0, 0)] * 2
+
+
 @pytest.mark.parametrize(
     ("specs", "ranks"),
     [

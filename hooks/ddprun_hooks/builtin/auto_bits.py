@@ -76,8 +76,6 @@ class AutoBits(ErrorFeedback):
         self._used: dict[_Key, str] = {}  # the code of the last exchange
 
     async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
-        if not payload.tensor.numel():
-            return payload.tensor
         residual = self.residual(payload, comm.size)
         key = payload.kind, payload.bucket, payload.tensor.numel(), comm.group.name
         choice = self._choices.setdefault(key, _Choice())

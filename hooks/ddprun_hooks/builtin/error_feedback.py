@@ -51,7 +51,7 @@ class ErrorFeedback(Hook):
         """
         if payload.compression_error is not None:
             return payload.compression_error
-        if not payload.params and payload.tensor.numel():
+        if not payload.params:
             raise ExchangeError(
                 f"the residual of bucket {payload.bucket} is kept by parameter, but a codec before reduces "
                 "elements of no parameter: have it call reduce(…, compression_error=…) and keep that itself"

@@ -45,7 +45,7 @@ class Hierarchical(Hook):
         wire_dtype = DTYPES[self._cast_name] if self._cast_name and within.size > 1 else dtype
 
         part = (await within.reduce_scatter(payload.tensor.to(wire_dtype), sizes)).to(dtype)
-        if part.numel() and across.size > 1:
+        if across.size > 1:
             start = sum(sizes[: within.rank])
             error = payload.compression_error
             share = replace(

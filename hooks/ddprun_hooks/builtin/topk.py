@@ -38,8 +38,6 @@ class TopK(ErrorFeedback):
         self.decay = decay  # part of the residual that a step keeps, in [0, 1]
 
     async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
-        if not payload.tensor.numel():
-            return payload.tensor
         residual = self.residual(payload, comm.size)
         if self.decay != 1.0:
             residual *= self.decay

@@ -99,8 +99,6 @@ class TwoPhase(ErrorFeedback):
         self.wire_format = wire_format
 
     async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
-        if not payload.tensor.numel():
-            return payload.tensor
         residual = self.residual(payload, comm.size)
         reduction = self.wire_format.reduction(payload.tensor, residual, comm)
         arrived = await comm.all_to_all(reduction.encode())
