@@ -55,8 +55,8 @@ def test_a_word_reaches_every_rank_in_rank_order() -> None:
     """Posting does not wait; reading gives every rank's numbers exactly."""
 
     def body(group: RankGroup) -> torch.Tensor:
-        posted = control(group).all_gather_async([group.rank + 0.1, 2.0**52 + group.rank])
-        return posted.wait()
+        wait = control(group).all_gather_async([group.rank + 0.1, 2.0**52 + group.rank])
+        return wait()
 
     for words in run_ranks(3, body):
         assert words.tolist() == [[rank + 0.1, 2.0**52 + rank] for rank in range(3)]

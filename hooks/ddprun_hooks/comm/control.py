@@ -2,33 +2,16 @@
 
 import hashlib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddprun_hooks.comm.observer import NULL_OBSERVER, CollectiveHandle, CollectiveObserver, observed_wait
+from ddprun_hooks.comm.observer import NULL_OBSERVER, CollectiveObserver, observed_wait
 from ddprun_hooks.comm.trace import now_us
 from ddprun_hooks.errors import DisagreementError, format_ranks
-
-
-@dataclass(slots=True)
-class PendingGather:
-    """A control message on its way."""
-
-    _work: dist.Work
-    _gathered: list[Tensor]
-    _pending: CollectiveHandle
-
-    def wait(self) -> Tensor:
-        """Every rank's message: shape (world size, length), float64."""
-        with self._pending:
-            self._work.wait()
-        self._pending.mark_done()
-        return torch.stack(self._gathered)
 
 
 class ControlChannel:
@@ -42,25 +25,34 @@ class ControlChannel:
 
     def all_gather_async(
         self, numbers: Sequence[float] | Tensor, what: str = "the control message"
-    ) -> PendingGather:
-        """Send numbers, shape (length,), to all ranks, as many on each; leave them until they are sent."""
+    ) -> Callable[[], Tensor]:
+        """Send numbers, shape (length,), to all ranks, as many on each; leave them until they are sent. Gives
+        what waits for every rank's: shape (world size, length), float64.
+        """
         mine = torch.as_tensor(numbers, dtype=torch.float64)
         gathered = [torch.empty_like(mine) for _ in range(self.size)]
         pending = self._gather_sequence.record_issued("all_gather", what=what)
         with pending:
             work = self.group.allgather([gathered], [mine])
         pending.done_when(work.is_completed)
-        return PendingGather(work, gathered, pending)
+
+        def wait() -> Tensor:
+            with pending:
+                work.wait()
+            pending.mark_done()
+            return torch.stack(gathered)
+
+        return wait
 
     def all_gather(self, numbers: Sequence[float], what: str = "numbers of every rank") -> Tensor:
         """Every rank's numbers: shape (world size, len(numbers)), float64."""
-        return self.all_gather_async(numbers, what).wait()
+        return self.all_gather_async(numbers, what)()
 
     def all_gather_bytes(self, data: bytes, what: str = "bytes of every rank") -> list[bytes]:
         """Every rank's bytes, as many as there are, in rank order."""
         lengths = [int(length) for length in self.all_gather([len(data)], what)[:, 0].tolist()]
         padded = bytearray(data.ljust(-(-max(1, *lengths) // 8) * 8, b"\0"))  # as numbers, copied bit for bit
-        rows = self.all_gather_async(torch.frombuffer(padded, dtype=torch.float64), what).wait()
+        rows = self.all_gather_async(torch.frombuffer(padded, dtype=torch.float64), what)()
         return [row.numpy().tobytes()[:length] for row, length in zip(rows, lengths, strict=True)]
 
     def differing_ranks(self, data: bytes, what: str) -> list[int]:

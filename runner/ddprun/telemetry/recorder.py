@@ -58,7 +58,7 @@ from ddprun.telemetry.steps import (
 )
 from ddprun.telemetry.stragglers import StragglerDetector
 from ddprun.telemetry.writer import Writer, encode_json_line, record_file
-from ddprun_hooks.comm.control import ControlChannel, PendingGather
+from ddprun_hooks.comm.control import ControlChannel
 from ddprun_hooks.comm.trace import BucketTrace, now_us, read_finding_codes
 from ddprun_hooks.payload import Finding
 
@@ -160,7 +160,7 @@ class _PendingSteps:
     resolved: ResolvedSteps | None  # None: there were none, but a message was posted all the same
     own: OwnMessages
     last_step: int
-    posted: PendingGather | None = None  # None: there are no messages about these steps
+    posted: Callable[[], Tensor] | None = None  # None: there are no messages about these steps
 
 
 class StepRecorder:
@@ -541,7 +541,7 @@ class StepRecorder:
         for _ in range(posts):
             pending, messages, means = self._pending_steps[0], None, list[list[float | None]]()
             if pending.posted is not None:
-                gathered: FloatArray = pending.posted.wait().numpy()  # (ranks, numbers of all messages)
+                gathered: FloatArray = pending.posted().numpy()  # (ranks, numbers of all messages)
                 gathered = gathered.reshape(len(gathered), len(pending.own.steps), -1).swapaxes(0, 1)
                 messages, values = np.split(gathered, [pending.own.numbers.shape[1]], axis=2)
                 means = means_over_ranks(values)
