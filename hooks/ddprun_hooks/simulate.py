@@ -30,11 +30,10 @@ def simulate(payload: Payload, stack: Stack, group: groups.RankGroup) -> BucketT
     """Carry one payload through a stack as if the other ranks of a group (`simulated_group`) had sent about
     the same; raises HookSetupError, or ExchangeError if a hook breaks what it has declared.
 
-    Collectives are counted as a run counts them; times are 0. The payload's memory and the hooks' state are
+    Collectives are counted as a run counts them, without times. The payload's memory and the hooks' state are
     changed as in a run: take a stack that nothing else uses, and one for each rank.
     """
     trace: BucketTrace[int] = queue.new_trace(payload, stack, 0)
-    trace.handed_over = trace.done = 0
     run = stack.run(payload, group)
     issued: Counter[str] = Counter()
     result: Tensor | None = None
@@ -56,9 +55,7 @@ def simulate(payload: Payload, stack: Stack, group: groups.RankGroup) -> BucketT
         queue.check_rounds(collective, issued[group.name], len(group.process_groups), stack)
         if collective.via_shared_memory:
             groups.check_one_host(group.hosts)
-        collective_trace = queue.new_collective_trace(collective, issued[group.name], 0)
-        collective_trace.done = 0
-        trace.collectives.append(collective_trace)
+        trace.collectives.append(queue.new_collective_trace(collective, issued[group.name], 0))
         issued[group.name] += 1
         result = _simulated_result(collective)
 
