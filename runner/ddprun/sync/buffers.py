@@ -185,13 +185,13 @@ class BufferSync:
         wanted = [name for name, flag in zip(named, flags, strict=True) if flag]
         if self.plan.setting.when != "never":
             self.average_or_broadcast(wanted)
-            self._common_values = self._clones()
+            self._common_values = {name: one.detach().clone() for name, one in self._named.items()}
         return tuple(wanted)
 
     @contextmanager
     def temporarily_equal(self) -> Iterator[None]:
         """Inside, buffers are as before an evaluate stage; then each rank has its own again, bit for bit."""
-        own, common_values = self._clones(), self._common_values
+        own, common_values = clone_buffers(self._model), self._common_values
         self.before_evaluate_or_save()
         try:
             yield
@@ -206,9 +206,6 @@ class BufferSync:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         for name, value in self._common_values.items():
             value.copy_(state[name])
-
-    def _clones(self) -> dict[str, Tensor]:
-        return {name: buffer.detach().clone() for name, buffer in self._named.items()}
 
     def average_or_broadcast(self, names: Sequence[str]) -> bool:
         """Make these equal; whether there are any."""
