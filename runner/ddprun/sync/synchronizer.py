@@ -123,21 +123,15 @@ class Synchronizer:
         for index in chosen.started:
             if index not in self._deltas:
                 self._exchange_without_hooks(transfers[index])
-        self._compare_and_equalize_frozen(chosen)
+        check = self._frozen_check_index
+        if check is not None:  # frozen ones, too, become equal where an exchange of all ranks is applied
+            applied_at_once = check in chosen.started and (at_end or not transfers[check].delay)
+            if applied_at_once or check in chosen.applied:
+                self.frozen.equalize_differing(transfers[check].source)
         if any(transfers[index].equalizes for index in chosen.started):
             for index, delta in self._deltas.items():
                 if transfers[index].among == "host":
                     delta.set_base()  # changes inside a host are counted from what all ranks have now
-
-    def _compare_and_equalize_frozen(self, chosen: DueTransfers) -> None:
-        """Make frozen parameters equal where an exchange of all ranks is applied."""
-        index = self._frozen_check_index
-        if index is None:
-            return
-        transfer = self.plan.transfers[index]
-        applied_at_once = index in chosen.started and (chosen.at_end or not transfer.delay)
-        if index in chosen.applied or applied_at_once:
-            self.frozen.equalize_differing(transfer.source)
 
     def _exchange_without_hooks(self, transfer: Transfer) -> None:
         """Exchange the optimizer's state, or parameters, past all hooks."""
