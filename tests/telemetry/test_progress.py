@@ -2,8 +2,9 @@
 
 import pytest
 
-from ddprun.telemetry.progress import Screen
+from ddprun.telemetry.progress import ProgressBarScreen, Screen
 from ddprun.telemetry.recorder import AgreedSteps
+from ddprun.telemetry.records import Summary
 
 KNOWN = AgreedSteps([120], False, False, False, loss=1.9484)
 
@@ -37,3 +38,16 @@ def test_a_line_says_which_step_its_losses_are_of(
     screen.begin("train", 50, first)
     screen.step(done, known, 2.5, 12.0)
     assert capsys.readouterr().err == f"{line}\n"
+
+
+@pytest.mark.parametrize("kind", [Screen, ProgressBarScreen])
+def test_texts_are_shown_as_they_are(kind: type[Screen], capsys: pytest.CaptureFixture[str]) -> None:
+    """Also those that rich would take for its markup, or for the code of an emoji: `own.py:100:` is none."""
+    screen = kind(str)
+    screen.note("[bold] own.py:100: no [/bold]")
+    names = {"steps_per_s": 1.0, "communication_s": 0.0, "run_dir": "runs/[/a]/:100:"}
+    screen.show_summary(Summary(status="done", steps=1, values={"loss[a]": 1.0}, **names))  # type: ignore[arg-type]
+    shown = capsys.readouterr().err
+    assert "[bold] own.py:100: no [/bold]" in shown
+    assert "mean loss[a], last known" in shown
+    assert "runs/[/a]/:100:" in shown

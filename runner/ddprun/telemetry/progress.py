@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rich.box import ASCII, ROUNDED
@@ -23,6 +24,7 @@ from ddprun.units import format_bytes, format_world_sizes
 _LINES_PER_STAGE = 10
 _LINE_EVERY_S = 30.0
 _REDRAW_EVERY_S = 0.1
+_console = partial(Console, stderr=True, highlight=False, markup=False, emoji=False)  # texts are as they are
 
 
 class Screen:
@@ -34,9 +36,7 @@ class Screen:
 
     def __init__(self, redact: Callable[[str], str], *, quiet: bool = False) -> None:
         self._redact = redact
-        self._console = Console(
-            stderr=True, quiet=quiet, highlight=False, color_system=None, width=100, soft_wrap=True
-        )
+        self._console = _console(quiet=quiet, color_system=None, width=100, soft_wrap=True)
         self._stage = ""
         self._steps: int | None = None
         self._steps_before_stage = self._next_step = 0
@@ -44,7 +44,7 @@ class Screen:
 
     def note(self, text: str) -> None:
         """Say something once."""
-        self._console.print(self._redact(text), markup=False)
+        self._console.print(self._redact(text))
 
     def begin(self, stage: str, steps: int | None, steps_before: int) -> None:
         """A stage begins after `steps_before` steps of the run; `steps` is None where nobody can know."""
@@ -97,7 +97,7 @@ class ProgressBarScreen(Screen):
 
     def __init__(self, redact: Callable[[str], str]) -> None:
         super().__init__(redact)
-        self._console = Console(stderr=True, highlight=False)
+        self._console = _console()
         self._progress: Progress | None = None
 
     def begin(self, stage: str, steps: int | None, steps_before: int) -> None:
