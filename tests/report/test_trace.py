@@ -89,7 +89,7 @@ def test_ranks_are_aligned_and_parts_follow_each_other(tmp_path: Path) -> None:
     assert {event["name"] for event in events if event["ph"] == "i"} == {
         "started",
         "buffers",
-        "stage",
+        "stage started",
         "straggler",
     }
     for row in rows.values():

@@ -27,7 +27,6 @@ from ddprun.report.charts import StyledCurve
 from ddprun.report.digest import PERCENTILES, STEP_PARTS, Curve, RunDigest, Timeline, Traffic
 from ddprun.report.predicted import StageComparison
 from ddprun.report.sentences import ending
-from ddprun.telemetry.reader import readable_event_name
 from ddprun.telemetry.records import BufferUsage, StageStarted, Started, Summary
 from ddprun.telemetry.stragglers import StragglerTotal, straggler_totals
 from ddprun.units import abbreviated_list, format_bit_rate, format_bytes, format_count, format_world_sizes
@@ -486,7 +485,7 @@ def _errors_section(digest: RunDigest) -> Iterator[Block]:
     yield Text("Started once." if starts == 1 else f"Started {format_count(starts, 'time')}.")
     rows, columns = [], {"event", "level", "time", "monotonic_us", "step", "params"}
     for event in reversed(found):
-        when, what = _format_event_time(event.get("time")), readable_event_name(event["event"])
+        when, what = _format_event_time(event.get("time")), event["event"].replace("_", " ")
         told = {key: item for key, item in event.items() if key not in columns and item not in ("", None, [])}
         about = [f"{key}: {format_value(item)}" for key, item in told.items()]
         rows.append([when, what, event.get("step"), ", ".join(about)])

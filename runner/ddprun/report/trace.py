@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ddprun.run_files import replace_atomically
-from ddprun.telemetry.reader import Run, readable_event_name
+from ddprun.telemetry.reader import Run
 from ddprun.telemetry.records import CheckpointWritten
 from ddprun.telemetry.writer import encode_json_line
 from ddprun.units import abbreviated_list
@@ -166,4 +166,4 @@ def _run_events(run: Run) -> Iterator[Event]:
             left_out = ("event", "level", "time", "monotonic_us", "rank")
             args = {key: value for key, value in event.items() if key not in left_out}
             about = {**_track_ids(_RUN_PROCESS, _EVENT_TRACK), "ts": event["monotonic_us"], "args": args}
-            yield {"ph": "i", "s": "t", "name": readable_event_name(kind), **about}
+            yield {"ph": "i", "s": "t", "name": kind.replace("_", " "), **about}

@@ -41,24 +41,12 @@ _EventT = TypeVar("_EventT", bound=Event)
 _MAX_PIPELINE_BYTES = 64 << 10
 _MAX_RANKS = 1_000
 _MAX_DRIFT = 1e-3  # clocks of computers drift by less than this
-_EVENT_NAMES = {
-    "checkpoint_skipped": "checkpoint not used",
-    "data_differs": "ranks read different data",
-    "nonfinite": "not finite",
-    "reconciled": "ranks made equal",
-    "stage_started": "stage",
-}
 _NON_METRIC_FIELDS = ("event", "level", "time", "monotonic_us", "rank", "stage", "step", "samples")
 
 
 def log_file(rank: int) -> str:
     """Where a rank's log is, in the run's folder."""
     return f"logs/rank-{rank:05}.log"
-
-
-def readable_event_name(event: str) -> str:
-    """A kind of event as a reader would call it."""
-    return _EVENT_NAMES.get(event, event.replace("_", " "))
 
 
 class NoRunError(InputError):
