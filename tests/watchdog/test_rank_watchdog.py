@@ -7,9 +7,11 @@ import resource
 import signal
 import socket
 import subprocess
+import sysconfig
 import threading
 import time
 from functools import partial
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from unittest import mock
 
@@ -257,6 +259,17 @@ def test_a_status_page_has_room_for_lines_of_many_ranks(tmp_path: Path) -> None:
         assert found is not None
         assert found.waits[0].ranks == tuple(ranks)
         assert STATUSES_ADAPTER.validate_json(STATUSES_ADAPTER.dump_json({0: found})) == {0: found}
+
+
+def test_torch_is_no_code_of_the_user_wherever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A virtual environment may use the torch of the Python that it was made from, or of `pip --user`."""
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: f"/elsewhere/{name}")
+    spec = find_spec("ddprun.watchdog.rank_watchdog")
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(module := module_from_spec(spec))
+    assert module._is_library_file(torch.nn.__file__)
+    assert not module._is_library_file(pytest.__file__)
 
 
 @pytest.mark.parametrize("note", ["{}", "3", '[1, ""]', '[[{}], ""]', '[[[]], ""]', "[[], "])

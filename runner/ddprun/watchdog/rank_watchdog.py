@@ -35,11 +35,10 @@ _ASK_EVERY_S = 1.0
 _WAITS_NOTED = 4
 _REPORT_S = 10.0  # how long the handler may take
 
-_PYTHON, _PACKAGES = (sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib"))
-_TORCH = os.path.join(_PACKAGES, "torch", "")
-_DDPRUN = (
-    os.path.join(os.path.dirname(ddprun.__file__), ""),
-    os.path.join(os.path.dirname(ddprun_hooks.__file__), ""),
+_PYTHON = os.path.join(sysconfig.get_path("stdlib"), "")
+_TORCH, *_DDPRUN = (
+    os.path.join(os.path.dirname(file), "")
+    for file in (torch.__file__, ddprun.__file__, ddprun_hooks.__file__)
 )
 
 
@@ -250,7 +249,7 @@ def user_code_location(thread: int) -> str:
     innermost = sys._current_frames().get(thread)
     stack = [frame for frame, _ in traceback.walk_stack(innermost)] if innermost is not None else []
     outside = [frame for frame in stack if not _is_library_file(frame.f_code.co_filename)]
-    of_user = (frame for frame in outside if not frame.f_code.co_filename.startswith(_DDPRUN))
+    of_user = (frame for frame in outside if not frame.f_code.co_filename.startswith(tuple(_DDPRUN)))
     frame = next(of_user, next(iter(outside), innermost))
     if frame is None:
         return ""
@@ -259,6 +258,5 @@ def user_code_location(thread: int) -> str:
 
 
 def _is_library_file(file: str) -> bool:
-    if file.startswith(_PACKAGES):
-        return file.startswith(_TORCH)
-    return file.startswith(("<", _PYTHON))
+    of_python = file.startswith(_PYTHON) and f"-packages{os.sep}" not in file  # packages may lie below it
+    return of_python or file.startswith(("<", _TORCH))
