@@ -83,12 +83,13 @@ def test_a_step_that_the_scaler_skips_is_a_step(scripts: Scripts) -> None:
 
 
 def with_two_optimizers(folder: Path) -> None:
-    """One for each layer; the second steps in every other iteration."""
+    """One for each layer; the second steps in every other iteration. The scaler is disabled."""
     model, _ = start()
     first = torch.optim.SGD(model.module[0].parameters(), lr=0.1)
     second = torch.optim.SGD(model.module[2].parameters(), lr=0.2)
     unrelated = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.3)
-    run = ddprun.observe(model, run_dir=folder)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    run = ddprun.observe(model, scaler=scaler, run_dir=folder)
     for step in range(6):
         model(torch.ones(2, 12)).square().mean().backward()
         unrelated.step()

@@ -335,5 +335,5 @@ class StepMarker:
 
     def _version_of_scale(self) -> int:
         """Counts `GradScaler.update`, which comes after each step, whether the optimizer took it or not."""
-        scale = None if self._scaler is None else self._scaler._scale
+        scale = getattr(self._scaler, "_scale", None)  # one that is disabled has none
         return 0 if scale is None else scale._version

@@ -215,8 +215,6 @@ class ObservedRun:
             self._layout_known = self._clocks_are_due = self._closed = self._told_of_skipped = False
             self._alone = False  # the other ranks may be gone
             self._error_before: BaseException | None = getattr(sys, "last_value", None)
-            if scaler is not None and not scaler.is_enabled():
-                scaler = None
             if not clock.lag_steps:  # else marks of the step before would have to be waited for
                 self.hooks.on_last_bucket_sent = recorder.do_some_deferred
             of_groups = (group["params"] for one in optimizers for group in one.param_groups)
