@@ -340,8 +340,7 @@ class StepRecorder:
         step.parts.append("other_us")
         step.marks.append(self.mark() if at is None else at)
         step.cpu_us, self._last_cpu_ns = (cpu_ns - self._last_cpu_ns) // 1000, cpu_ns
-        if not exchanged:
-            step.exchanged = False
+        step.exchanged = exchanged
         if exchanged or not self.ranks_may_differ:
             self._last_exchange = step.number
         compare_clocks = time.monotonic() - self.clocks_compared_s > _COMPARE_CLOCKS_EVERY_S

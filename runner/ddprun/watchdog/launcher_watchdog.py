@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from ddprun.host.processes import state_and_parent
+from ddprun.host.processes import send_signal, state_and_parent
 from ddprun.standard_streams import say
 from ddprun.watchdog.rank_watchdog import HANG_FILE
 from ddprun.watchdog.status_page import HangStatusServer, RankStatus, read_pages
@@ -137,8 +137,7 @@ class LauncherWatchdog:
             for status in stuck:
                 where = f" of step {status.step}" if status.step else ""
                 self.killed_ranks[status.rank] = f"{status.phase}{where}"
-                with suppress(ProcessLookupError):
-                    os.kill(status.pid, signal.SIGKILL)
+            send_signal((status.pid for status in stuck), signal.SIGKILL)
 
 
 def connecting_ranks(folder: Path) -> list[int]:
