@@ -112,14 +112,17 @@ def record_of(step: int) -> StepRecord:
 
 
 def test_one_that_fails_is_told_once_and_the_others_go_on(tmp_path: Path) -> None:
-    """Whether when it is made or later."""
+    """Whether when it is made or later; also one whose package calls `sys.exit`."""
     good, bad = Listening(), Listening(fail_at=2)
 
     def broken() -> Listening:
         raise OSError("no network")
 
+    def leaving() -> Listening:
+        raise SystemExit(3)
+
     told: list[tuple[str, str]] = []
-    makers = [("good", lambda: good), ("bad", lambda: bad), ("broken", broken)]
+    makers = [("good", lambda: good), ("bad", lambda: bad), ("broken", broken), ("leaving", leaving)]
     it = Trackers(makers, lambda name, why: told.append((name, why)))
     for step in range(1, 5):
         it.log_step(StepInfo(record_of(step), {}))
@@ -127,7 +130,11 @@ def test_one_that_fails_is_told_once_and_the_others_go_on(tmp_path: Path) -> Non
     assert it.close({"status": "done"}) == []
     assert (good.steps, good.measured, good.closed) == ([1, 2, 3, 4], {"accuracy": 0.5}, True)
     assert (bad.steps, bad.closed) == ([1], False)
-    assert sorted(told) == [("bad", "ConnectionError: the server is gone"), ("broken", "OSError: no network")]
+    assert sorted(told) == [
+        ("bad", "ConnectionError: the server is gone"),
+        ("broken", "OSError: no network"),
+        ("leaving", "SystemExit: 3"),
+    ]
 
 
 def test_one_that_hangs_holds_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ class _TrackerThread:
             tracker = self._make()
             while call := self._queue.get():
                 call(tracker)
-        except Exception as error:  # a tracker may raise anything, and the run continues
+        except BaseException as error:  # a tracker may raise anything, SystemExit too; the run continues
             self._on_failure(self.name, f"{type(error).__name__}: {error}")
             self._queue = queue.SimpleQueue()  # frees what is left in the queue
 
