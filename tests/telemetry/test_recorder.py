@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ddprun.telemetry import recorder as module
 from ddprun.telemetry.clock import Clock, clock_for
 from ddprun.telemetry.recorder import AgreedSteps, StepRecorder
+from ddprun.telemetry.records import Straggler
 from ddprun.telemetry.stragglers import StragglerDetector
 from ddprun.telemetry.writer import Writer
 from ddprun_hooks.comm.control import ControlChannel
@@ -477,6 +478,20 @@ def test_deferred_work_stops_after_a_short_time_and_goes_on_where_it_was(
     assert done[6:] == ["c0", "d0"]
     alone._do_deferred()
     assert len(done) == 8
+
+
+def test_adding_up_goes_on_from_a_checkpoint(alone: StepRecorder) -> None:
+    """With the episodes in which a rank was late."""
+    late = Straggler(1, "backward", 0, ("0.weight",), 2000.0, 9000.0, 3, 40)
+    take(alone, 1)
+    alone.wait_for_messages()
+    alone.stragglers.episodes = [late]
+    state = alone.state_dict()
+    alone.stragglers.episodes, alone.totals = [], {}
+    alone.load_state_dict(json.loads(json.dumps(state)))
+    assert alone.stragglers.episodes == [late]
+    assert alone.state_dict() == state
+    assert alone.totals["samples"] == 1
 
 
 def test_deferred_work_that_fails_does_not_hold_up_what_is_behind_it(alone: StepRecorder) -> None:

@@ -19,6 +19,7 @@ from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import psutil
 import torch
@@ -415,7 +416,7 @@ class StepRecorder:
             "totals": [*self.totals.values()],
             "round": self._accumulator.state_dict(self.value_names),
             "own_loss": self.own_loss,
-            "stragglers": self.stragglers.state_dict(),
+            "stragglers": msgspec.to_builtins(self.stragglers.episodes),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -423,7 +424,7 @@ class StepRecorder:
         self.totals = dict(zip(TOTALS, state["totals"], strict=True))
         self._accumulator = MessageAccumulator.from_state_dict(state["round"], self.value_names)
         self.own_loss = state["own_loss"]
-        self.stragglers.load_state_dict(state["stragglers"])
+        self.stragglers.episodes = msgspec.convert(state["stragglers"], list[Straggler])
 
     def salvage(self, *, wait_for_device: bool = False) -> None:
         """Record the steps that are over without the messages of other ranks: these may be gone. After a

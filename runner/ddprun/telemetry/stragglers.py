@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, get_args
 
-import msgspec
 import numpy as np
 
 from ddprun.telemetry.control_message import OWN_COLUMNS, READY_AT, READY_COLUMNS, SYNC_READY_AT
@@ -74,14 +73,6 @@ class StragglerDetector:
         self._steps.clear()
         self._params, self._turns = params, turns
         self._judged_us, self._suspect, self.current = 0.0, None, None
-
-    def state_dict(self) -> list[dict[str, Any]]:
-        """All episodes."""
-        return [msgspec.to_builtins(episode) for episode in self.episodes]
-
-    def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
-        """Go on after these episodes."""
-        self.episodes = msgspec.convert(state, list[Straggler])
 
     def add(self, steps: Sequence[int], messages: FloatArray) -> list[tuple[int, Straggler | None]]:
         """Take all ranks' control messages, shape (messages, ranks, numbers): one for each of `steps`, in
