@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ddprun.telemetry.writer import RecordFiles, truncate_records, truncate_torn_event
+from ddprun.telemetry.writer import RecordFiles, record_file, truncate_records, truncate_torn_event
 from ddprun_hooks.comm.control import ControlChannel
 from ddprun_hooks.comm.groups import RankGroup
 from ddprun_hooks.testing import run_ranks
@@ -49,14 +49,18 @@ def test_events_are_history(tmp_path: Path) -> None:
 
 
 def test_a_host_without_the_disk_keeps_records_in_a_folder_of_its_launch(tmp_path: Path) -> None:
-    """A rank that fails has no time to remove them."""
+    """A rank that fails has no time to remove them. What is collected reaches rank 0 once, and is gone."""
 
     def body(group: RankGroup) -> Path:
         control = ControlChannel(group.process_groups[0])
         own = tmp_path / f"disk-{group.rank}"
         own.mkdir()
         records = RecordFiles(own, control, [1], tmp_path)
-        folder = records.writer.folder
+        folder, name = records.writer.folder, record_file("steps", group.rank)
+        for step in (1, 2):
+            records.writer.put(name, lines(step))
+            records.collect()
+            assert group.rank == 0 or (folder / name).read_bytes() == b""
         records.close()
         return folder
 
@@ -64,3 +68,4 @@ def test_a_host_without_the_disk_keeps_records_in_a_folder_of_its_launch(tmp_pat
     assert ours == tmp_path / "disk-0"
     assert theirs.parent == tmp_path
     assert not theirs.exists()
+    assert [(ours / record_file("steps", rank)).read_bytes() for rank in range(2)] == [lines(1, 2)] * 2

@@ -200,7 +200,6 @@ class RecordFiles:
         remote = control.rank in remote_ranks
         self._scratch = tempfile.TemporaryDirectory(prefix="ddprun-", dir=scratch) if remote else None
         self.writer = Writer(folder if self._scratch is None else Path(self._scratch.name))
-        self._sent = dict.fromkeys(RECORD_FOLDERS, 0)
 
     def collect(self) -> None:
         """Bring all records so far to disk, and those of other hosts to rank 0; called by all ranks."""
@@ -208,7 +207,7 @@ class RecordFiles:
         for rank in self.remote_ranks:
             for kind in RECORD_FOLDERS:
                 if self._control.rank == rank:
-                    self._control.send_bytes(self._new_bytes(kind), 0, "records")
+                    self._control.send_bytes(self._take_bytes(kind), 0, "records")
                 elif self._control.rank == 0 and (data := self._control.receive_bytes(rank, "records")):
                     with (
                         self.writer.keeping_first_error(),  # a disk that fails costs records, not the run
@@ -222,14 +221,14 @@ class RecordFiles:
         if self._scratch is not None:
             self._scratch.cleanup()
 
-    def _new_bytes(self, kind: str) -> bytes:
+    def _take_bytes(self, kind: str) -> bytes:
+        """The records of this rank that rank 0 does not have yet; they leave this host's disk."""
         try:
-            with open_file(self.writer.folder, record_file(kind, self._control.rank)) as file:
-                file.seek(self._sent[kind])
+            with open_file(self.writer.folder, record_file(kind, self._control.rank), "r+b") as file:
                 data = file.read()
+                file.truncate(0)
         except FileNotFoundError:
             return b""
-        self._sent[kind] += len(data)
         return data
 
 
