@@ -63,46 +63,6 @@ _INTERRUPTED = "interrupted"  # in the store: a rank has been
 _observed = itertools.count()
 
 
-def observe(
-    model: DistributedDataParallel,
-    optimizer: Optimizer | Sequence[Optimizer] | None = None,
-    *,
-    hooks: AnyHook | Sequence[AnyHook] = (),
-    scaler: torch.amp.GradScaler | None = None,
-    run_dir: str | os.PathLike[str] | None = None,
-    name: str | None = None,
-    timeout_s: float | None = None,
-    every: int = 1,
-    track: Sequence[str | Mapping[str, Any]] = (),
-) -> "ObservedRun":
-    """Record the steps of a script that trains `model`, like those of a pipeline. Every rank must call it,
-    with the same arguments, before the first step.
-
-    Args:
-        model: on the default process group; no communication hook may be registered with it.
-        optimizer: one, or several; their steps end the run's steps. None: every optimizer of torch.optim that
-            holds a parameter of the model.
-        hooks: as in `ddprun_hooks.register`; none: a plain all-reduce of each bucket.
-        scaler: the GradScaler, if one scales the loss.
-        run_dir: a folder that is new or empty; None: a new one in `runs/NAME`. If torchrun has restarted
-            the ranks, `-restart-N` is added.
-        name: the name of the run; None: the script's file name.
-        timeout_s: if a collective of this run takes longer, a report says which rank is missing and where it
-            is, and the process ends. None: the timeout of the default process group.
-        every: record every n-th step.
-        track: where else rank 0 sends curves, as in a pipeline: names of trackers, or mappings of a name to
-            options.
-
-    Raises:
-        HookSetupError: unknown hook, wrong options, or an unsuitable model.
-        ValueError: an argument of no meaning, such as `every=0`.
-        DisagreementError: the ranks were given different hooks.
-        RunFolderError: the folder cannot be made, or is not empty.
-        PipelineError: unknown tracker, wrong options, or a package that is not installed.
-    """
-    return ObservedRun(model, optimizer, hooks, scaler, run_dir, name, timeout_s, every, track)
-
-
 def _agree_on_folder(ranks: Ranks, run_dir: str | os.PathLike[str] | None, name: str) -> Path:
     """Make the run's folder on rank 0; where that fails, all ranks raise RunFolderError."""
 
@@ -131,7 +91,32 @@ class _NotesOnly(Screen):
 
 
 class ObservedRun:
-    """The run of an observed script, which `observe` returns. As a context manager, it closes itself."""
+    """Records the steps of a script that trains `model`, like those of a pipeline. Every rank must call it,
+    as `ddprun.observe`, with the same arguments, before the first step. As a context manager, it closes
+    itself.
+
+    Args:
+        model: on the default process group; no communication hook may be registered with it.
+        optimizer: one, or several; their steps end the run's steps. None: every optimizer of torch.optim that
+            holds a parameter of the model.
+        hooks: as in `ddprun_hooks.register`; none: a plain all-reduce of each bucket.
+        scaler: the GradScaler, if one scales the loss.
+        run_dir: a folder that is new or empty; None: a new one in `runs/NAME`. If torchrun has restarted
+            the ranks, `-restart-N` is added.
+        name: the name of the run; None: the script's file name.
+        timeout_s: if a collective of this run takes longer, a report says which rank is missing and where it
+            is, and the process ends. None: the timeout of the default process group.
+        every: record every n-th step.
+        track: where else rank 0 sends curves, as in a pipeline: names of trackers, or mappings of a name to
+            options.
+
+    Raises:
+        HookSetupError: unknown hook, wrong options, or an unsuitable model.
+        ValueError: an argument of no meaning, such as `every=0`.
+        DisagreementError: the ranks were given different hooks.
+        RunFolderError: the folder cannot be made, or is not empty.
+        PipelineError: unknown tracker, wrong options, or a package that is not installed.
+    """
 
     folder: Path
     """The run's folder, an absolute path."""
@@ -142,14 +127,15 @@ class ObservedRun:
     def __init__(
         self,
         model: DistributedDataParallel,
-        optimizer: Optimizer | Sequence[Optimizer] | None,
-        hooks: AnyHook | Sequence[AnyHook],
-        scaler: torch.amp.GradScaler | None,
-        run_dir: str | os.PathLike[str] | None,
-        name: str | None,
-        timeout_s: float | None,
-        every: int,
-        track: Sequence[str | Mapping[str, Any]],
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        *,
+        hooks: AnyHook | Sequence[AnyHook] = (),
+        scaler: torch.amp.GradScaler | None = None,
+        run_dir: str | os.PathLike[str] | None = None,
+        name: str | None = None,
+        timeout_s: float | None = None,
+        every: int = 1,
+        track: Sequence[str | Mapping[str, Any]] = (),
     ) -> None:
         model = getattr(model, "_orig_mod", model)  # of torch.compile
         check_model(model)
@@ -424,6 +410,9 @@ class ObservedRun:
         self._ranks.watchdog.close()
         if LAUNCHED_VARIABLE not in os.environ:
             self._ranks.watchdog.status_page.remove()
+
+
+observe = ObservedRun
 
 
 def run_observed_script(script: Path, arguments: Sequence[str], **options: Any) -> int:
