@@ -319,29 +319,27 @@ class ObservedRun:
         if error is not None and error is not self._error_before:  # nobody has caught it
             self._fail(error)
             return
-        self._finish_alone()
-
-    def _finish_alone(self, *, interrupted: bool = False) -> None:
-        # A device may wait for a rank that was interrupted before.
-        self._recorder.salvage(wait_for_device=not interrupted)
-        self._finish(_EXIT_WAIT_S, interrupted=interrupted)
+        self._recorder.salvage(wait_for_device=True)
+        self._finish(_EXIT_WAIT_S)
 
     def _fail(self, error: BaseException) -> None:
         """Leave what is known, and why the script has failed, unless another rank failed first."""
         self._reporter.trackers.delay_close_as_failed()  # the failure is reported first
         rank, store = self._ranks.rank, self._ranks.store
         # torch makes a RuntimeError of one that is raised in a hook of backward.
-        if isinstance(error, KeyboardInterrupt) or "KeyboardInterrupt()" in str(error):
-            with suppress(RuntimeError):  # the store's host has ended
+        interrupted = isinstance(error, KeyboardInterrupt) or "KeyboardInterrupt()" in str(error)
+        if not interrupted:
+            append_to_rank_log(self.folder, rank, "".join(traceback.format_exception(error)).rstrip())
+            wait_for_first_failure(error, self._ranks)
+        with suppress(RuntimeError):  # the store's host has ended
+            if interrupted:
                 store.set(_INTERRUPTED, "1")
-            self._finish_alone(interrupted=True)
+            else:
+                interrupted = store.check([_INTERRUPTED])  # a broken exchange shows only that others ended
+        if interrupted:
+            self._recorder.salvage()  # a device may wait for a rank that was interrupted before
+            self._finish(_EXIT_WAIT_S, interrupted=True)
             return
-        append_to_rank_log(self.folder, rank, "".join(traceback.format_exception(error)).rstrip())
-        wait_for_first_failure(error, self._ranks)
-        with suppress(RuntimeError):
-            if store.check([_INTERRUPTED]):  # a broken exchange shows only that others have ended
-                self._finish_alone(interrupted=True)
-                return
         self._reporter.salvage_records()
         if self._ranks.claim_first_failure(EXIT_FAILURE).rank == rank:
             failure = {"rank": rank, "message": f"{type(error).__name__}: {error}"}
