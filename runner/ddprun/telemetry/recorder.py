@@ -73,7 +73,6 @@ takes longer, and the GPU idles meanwhile."""
 
 _COMPARE_CLOCKS_EVERY_S = 60.0  # none runs like another
 
-_RECORDS_PER_SLICE = 8  # records that are made before looking whether there is still time
 _SLICE_US = 2000
 """How long `do_some_deferred` works. Meanwhile no thread of this rank can go on with a bucket that has
 arrived. But each time the work is taken up again it waits for memory, and so does the model's code after it:
@@ -585,7 +584,7 @@ class StepRecorder:
         for row, of_message in zip(own.rows, means, strict=False):
             all_means[row] = of_message
         every = self._every if self.on_step_record is None else 1
-        steps, buckets, made = list[bytes](), list[bytes](), 0
+        steps, buckets = list[bytes](), list[bytes]()
         try:
             rank, names, turns = self.rank, self.value_names, self._turns
             for record, traces, of_buckets in step_records(
@@ -593,14 +592,10 @@ class StepRecorder:
             ):
                 if self.on_step_record is not None:
                     self.on_step_record(record, traces)
-                made += 1
                 if record.step % self._every == 0:
                     steps.append(encode_json_line(record))
                     buckets += map(encode_json_line, of_buckets)
-                    made += len(traces)
-                if made >= _RECORDS_PER_SLICE:
-                    made = 0
-                    yield
+                yield
         finally:
             self._write("steps", steps)
             self._write("buckets", buckets)
