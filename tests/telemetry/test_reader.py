@@ -1,5 +1,6 @@
 """Reading a run's folder."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,15 @@ def test_a_torn_last_line_is_passed_over(tmp_path: Path) -> None:
     assert [line.step for line in run.step_records(1)] == list(range(1, 20))
     assert [line.step for line in run.step_records(0, {3, 20}.__contains__)] == [3, 20]
     assert (run.ranks, run.last_step, run.summary) == ([0, 1], 20, None)
+
+
+def test_whatever_an_evaluation_measures_is_a_metric(tmp_path: Path) -> None:
+    """Of all names that a file may give it, `samples` too."""
+    folder = make(tmp_path / "run")
+    about = {"event": "evaluated", "level": "info", "time": "now", "monotonic_us": 1, "rank": 0, "stage": 0}
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(json.dumps(about | {"step": 7, "loss": 0.5, "samples": 9.0, "told": "no number"}) + "\n")
+    assert Run(folder).evaluations[7, 0] == {"loss": 0.5, "samples": 9.0}
 
 
 def test_times_of_other_ranks_come_to_rank_0s_clock() -> None:

@@ -41,7 +41,7 @@ _EventT = TypeVar("_EventT", bound=Event)
 _MAX_PIPELINE_BYTES = 64 << 10
 _MAX_RANKS = 1_000
 _MAX_DRIFT = 1e-3  # clocks of computers drift by less than this
-_NON_METRIC_FIELDS = ("event", "level", "time", "monotonic_us", "rank", "stage", "step", "samples")
+_NON_METRIC_FIELDS = ("event", "level", "time", "monotonic_us", "rank", "stage", "step")
 
 
 def log_file(rank: int) -> str:
