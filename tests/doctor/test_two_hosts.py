@@ -133,8 +133,9 @@ def test_a_rendezvous_that_is_closed_is_named_on_both_hosts(tmp_path: Path) -> N
     assert (one.code, two.code) == (1, 1)
     assert two.stdout == ""
     first, second = two.stderr.splitlines()
-    assert first == f"ddprun: node1 cannot connect to node0:{PORT} (10.77.0.1): no answer"
-    assert f"open TCP port {PORT} there for node1" in second
+    why = f"node1 cannot connect to node0:{PORT} (10.77.0.1): no answer"
+    assert first == f"ddprun: not all of the 2 hosts reached node0:{PORT} within 6 s ({why})"
+    assert f"open TCP port {PORT} to that host" in second
     assert "problem  rendezvous" in one.stdout
     assert f"not all of the 2 hosts reached node0:{PORT} within 6 s" in one.stdout
     assert one.stdout.endswith("1 host: 1 problem\n")
@@ -155,7 +156,7 @@ def test_a_host_that_nobody_has_started_is_missed(tmp_path: Path) -> None:
         told.append(" ".join((done.stdout + done.stderr).split()))
     assert "not all of the 2 hosts reached node0:29400 within 2 s" in told[0]
     assert "node1 cannot connect to node0:29400 (10.77.0.1): connection refused" in told[1]
-    assert "start the same command on node0" in told[1]
+    assert "start the same command on all 2 hosts" in told[1]
 
 
 @needs_tbf

@@ -149,15 +149,14 @@ def test_overrides_are_passed_on_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert take_inherited_overrides() == ()
 
 
-def test_a_rendezvous_answers_or_does_not() -> None:
+def test_a_server_answers_or_it_is_said_why_not() -> None:
     """A port that somebody listens on, with a host name or an address; and one on which nobody does."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert network.endpoint_answers(f"localhost:{port}")
-        assert network.endpoint_answers(f"127.0.0.1:{port}")
-        assert network.endpoint_answers(f"no.such.host.invalid:1,127.0.0.1:{port}")
-    assert not network.endpoint_answers(f"127.0.0.1:{port}")
-    assert not network.endpoint_answers("127.0.0.1:x")
+        assert network.connection_problem("localhost", port) == ""
+        assert network.connection_problem("127.0.0.1", port) == ""
+    assert network.connection_problem("127.0.0.1", port) == "connection refused"
+    assert network.connection_problem("no.such.host.invalid", 1) == "name or service not known"
 
 
 def test_another_programs_port_is_no_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,6 +165,17 @@ def test_another_programs_port_is_no_rendezvous(monkeypatch: pytest.MonkeyPatch)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
         parameters = RendezvousParameters("c10d", endpoint, "x", 2, 2, read_timeout="1")
-        message = f"no rendezvous at {endpoint}: another program may have port"
+        message = f"another program may have port {listener.getsockname()[1]}"
         with pytest.raises(RendezvousConnectionError, match=message):
             make_handler(parameters)
+
+
+def test_a_host_that_cannot_reach_the_rendezvous_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In time, and not that another program has the port, where there is none: torch waits twice as long."""
+    monkeypatch.setattr(tcp_store, "_ANSWER_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
+    parameters = RendezvousParameters("c10d", endpoint, "x", 2, 2, read_timeout="1", is_host="false")
+    message = f"{socket.gethostname()} cannot connect to {endpoint}: connection refused"
+    with pytest.raises(RendezvousConnectionError, match=message):
+        make_handler(parameters)

@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 
 from ddprun.doctor import Finding, Level, pair_label
+from ddprun.host import network
 from ddprun.units import format_bit_rate, format_duration
 
 _CLOCK_ROUNDS = 10
 _CLOCK_WARNING_S = 1.0
 
 ELASTIC_TIMEOUT_S = 5.0  # without a sign of life, by its own clock, elastic runs take a host for lost
-_CONNECT_TIMEOUT_S = 3.0
 _PORT_COUNT = 3  # a firewall may leave some ports open; so many are tried
 _MAX_CONNECTIONS = 32
 _MAX_PENDING = 1024  # connections from other hosts to one port
@@ -119,18 +119,11 @@ def listen_on_ports(address: str) -> Iterator[ListeningPorts]:
 
 def find_unreachable_ports(hosts: Sequence[ListeningPorts]) -> list[list[tuple[int, str]]]:
     """For each host the ports at which it cannot be reached from here, and why."""
-
-    def connection_problem(address: str, port: int) -> str:
-        try:
-            socket.create_connection((address, port), timeout=_CONNECT_TIMEOUT_S).close()
-        except TimeoutError:
-            return "no answer"
-        except OSError as error:
-            return (error.strerror or str(error)).lower()
-        return ""
-
     with ThreadPoolExecutor(_MAX_CONNECTIONS) as pool:
-        found = [(one.ports, pool.map(partial(connection_problem, one.address), one.ports)) for one in hosts]
+        found = [
+            (one.ports, pool.map(partial(network.connection_problem, one.address), one.ports))
+            for one in hosts
+        ]
     return [[(port, why) for port, why in zip(*one, strict=True) if why] for one in found]
 
 

@@ -119,13 +119,15 @@ def host_and_port(endpoint: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def endpoint_answers(endpoint: str) -> bool:
-    """Whether somebody listens at one of the endpoints, with commas between them; takes seconds at most."""
-    for address in endpoint.split(","):
-        with suppress(OSError, ValueError):
-            socket.create_connection(host_and_port(address.strip()), timeout=_CONNECT_S).close()
-            return True
-    return False
+def connection_problem(host: str, port: int) -> str:
+    """Why nobody answers there; empty if somebody listens. Takes seconds at most."""
+    try:
+        socket.create_connection((host, port), timeout=_CONNECT_S).close()
+    except TimeoutError:
+        return "no answer"
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+    return ""
 
 
 def public_warning(endpoint: str) -> str | None:

@@ -4,8 +4,8 @@ Source: https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.
 """
 
 import socket
+import time
 from datetime import timedelta
-from functools import partial
 
 from torch.distributed import DistNetworkError, TCPStore
 
@@ -14,6 +14,7 @@ from ddprun.host.processes import run_in_daemon_thread
 
 _BACKLOG = 2048  # connections that wait to be accepted, as with the listener of c10d itself
 _ANSWER_S = 5.0  # for a store's first answer, after the connection
+_RETRY_DELAY_S = 0.2
 
 
 def open_store(
@@ -28,9 +29,12 @@ def open_store(
     address = listen_address(host) if serve else None
     wait = world_size is not None
     if address is None:
-        connect = partial(
-            TCPStore, host, port, world_size, serve, timeout, wait_for_workers=wait, multi_tenant=True
-        )
+
+        def connect() -> TCPStore:
+            if not serve:
+                _wait_for_server(host, port, timeout.total_seconds())
+            return TCPStore(host, port, world_size, serve, timeout, wait_for_workers=wait, multi_tenant=True)
+
         try:
             return run_in_daemon_thread(connect).result((1 + wait) * timeout.total_seconds() + _ANSWER_S)
         except TimeoutError:  # once it is connected, torch waits for an answer for ever
@@ -46,6 +50,19 @@ def open_store(
         )
         listener.detach()  # the store closes it
         return store
+
+
+def _wait_for_server(host: str, port: int, within_s: float) -> None:
+    """Wait until somebody listens there; raises DistNetworkError that says why this host does not get there.
+    Torch itself waits for up to twice the time, tries ever more rarely, and does not say why.
+    """
+    until = time.monotonic() + within_s
+    while problem := network.connection_problem(host, port):
+        if time.monotonic() > until:
+            known = ", ".join(dict.fromkeys(network.resolve_addresses(host)))
+            at = f"{host}:{port}" + ("" if known in ("", host) else f" ({known})")
+            raise DistNetworkError(f"{socket.gethostname()} cannot connect to {at}: {problem}")
+        time.sleep(_RETRY_DELAY_S)
 
 
 def listen_address(host: str) -> str | None:

@@ -94,12 +94,16 @@ def launch(
 
 def _run_with_watchdog(agent: Agent, config: LaunchConfig, folder: Path) -> int:
     multi_host, endpoint = config.max_nodes > 1, config.rdzv_endpoint
+
+    def rendezvous_answers() -> bool:
+        return not network.connection_problem(*network.host_and_port(endpoint))
+
     _forward_signals(agent, folder, config)
     watchdog = LauncherWatchdog(
         folder,
         network.address_towards(endpoint) if multi_host else None,
         partial(_exit_without_other_hosts, folder) if multi_host else None,
-        partial(network.endpoint_answers, endpoint) if multi_host and may_restart(config) else None,
+        rendezvous_answers if multi_host and may_restart(config) else None,
     )
     try:
         try:

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from ddprun import EXIT_FAILURE
-from ddprun.host.network import host_and_port, is_this_host, resolve_addresses
+from ddprun.host.network import host_and_port
 from ddprun.launch.flags import rendezvous_parameters, silence_torchelastic, torchrun_args
 from ddprun.launch.launcher import Flags, flag_or_variable
 from ddprun.launch.rendezvous import make_handler
@@ -25,8 +24,6 @@ from ddprun.standard_streams import say
 
 CHECK_HOST_ADVICE = "check that host and the link to it"
 _NO_LIMIT = "1000000"
-_CONNECT_TIMEOUT_S = 2.0
-_RETRY_DELAY_S = 0.2
 _TICK_S = 0.05
 _GRACE_S, _STORE_TIMEOUT_S = 5.0, 5.0
 
@@ -119,7 +116,6 @@ def join_rendezvous(flags: Flags, timeout_s: float, purpose: str) -> tuple[Rende
     ValueError if torchrun refuses the flags, HostsError if the others do not come.
     """
     silence_torchelastic()
-    until = time.monotonic() + timeout_s
     hosts = (flag_or_variable(flags, "nnodes") or "1").rpartition(":")[2]
     given = {**flags, "nproc_per_node": "1", "max_restarts": "0", "nnodes": hosts}
     config, _, _ = torchrun.config_from_args(torchrun_args(given, ["-m", "ddprun"]))
@@ -131,47 +127,14 @@ def join_rendezvous(flags: Flags, timeout_s: float, purpose: str) -> tuple[Rende
         # Clocks that are apart would make hosts take each other for dead: that is to be reported.
         limits = {"join_timeout": join_s, "read_timeout": join_s, "keep_alive_max_attempt": _NO_LIMIT}
     parameters = rendezvous_parameters(config, **limits)
-    wait_until_reachable(parameters.endpoint, until)
     try:
         handler = make_handler(parameters)
         return handler, handler.next_rendezvous()
     except (DistError, RendezvousError) as error:
-        why = f"{type(error).__name__}: {first_line(error.__cause__ or error)}"
+        why = first_line(error.__cause__ or error)
         raise HostsError(
             f"not all of the {hosts} hosts reached {parameters.endpoint} within {timeout_s:g} s ({why})",
             f"start the same command on all {hosts} hosts within this time (--timeout SECONDS gives more); "
             f"where it cannot connect, open TCP port {host_and_port(parameters.endpoint)[1]} to that host; "
             "choose a port that is free" + ("" if static else ", and the same --rdzv-id everywhere"),
         ) from None
-
-
-def wait_until_reachable(endpoint: str, until: float) -> None:
-    """Wait until somebody listens at the rendezvous, unless it is this host's to do; raises HostsError."""
-    host, port = host_and_port(endpoint)
-    known = ", ".join(dict.fromkeys(resolve_addresses(host)))
-    if not known:
-        raise HostsError(
-            f"the name {host!r} of {endpoint!r} does not resolve here",
-            "add it to /etc/hosts or to the name service, or write an address",
-        )
-    if is_this_host(host):
-        return
-    cause: OSError = TimeoutError()
-    while True:
-        left_s = until - time.monotonic()
-        try:
-            socket.create_connection((host, port), timeout=max(0.1, min(_CONNECT_TIMEOUT_S, left_s))).close()
-            return
-        except OSError as error:
-            cause = cause if isinstance(error, TimeoutError) else error
-        if left_s <= 0:
-            break
-        time.sleep(min(_RETRY_DELAY_S, left_s))
-    here = socket.gethostname()
-    at = f"{host}:{port}" + ("" if known == host else f" ({known})")
-    why = "no answer" if isinstance(cause, TimeoutError) else (cause.strerror or str(cause)).lower()
-    raise HostsError(
-        f"{here} cannot connect to {at}: {why}",
-        f"start the same command on {host}, and open TCP port {port} there for {here} in the firewall or "
-        "security group; or correct --rdzv-endpoint",
-    )

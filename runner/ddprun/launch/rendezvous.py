@@ -152,4 +152,4 @@ def _open_rendezvous_store(parameters: RendezvousParameters) -> Store:
                     raise api.RendezvousConnectionError(f"cannot listen at {host}:{port}: {error}") from error
         return open_store(host, port, serve=False, timeout=timeout)
     except (ValueError, RuntimeError, TimeoutError) as error:
-        raise api.RendezvousConnectionError(f"no rendezvous at {host}:{port}: {error}") from error
+        raise api.RendezvousConnectionError(str(error)) from error
