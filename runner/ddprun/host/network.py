@@ -134,17 +134,16 @@ def public_warning(endpoint: str) -> str | None:
     """What to tell a user whose rendezvous has an address that the whole internet can route to; None if it
     has none. A name that cannot be looked up at once has none either: no run can use it anyway.
     """
-    for one in endpoint.split(","):
-        for text in resolve_addresses(host_of(one.strip())):
-            address = ipaddress.ip_address(text.partition("%")[0])
-            address = getattr(address, "ipv4_mapped", None) or address
-            if address.is_global and not address.is_multicast:
-                where = endpoint if text in endpoint else f"{endpoint} ({text})"
-                return (
-                    f"warning: the rendezvous is at the public address {where}. PyTorch's distributed layer "
-                    "has no authentication: whoever reaches its ports can join the run or end it. Use a "
-                    "private network, or a firewall"
-                )
+    for text in resolve_addresses(host_of(endpoint)):
+        address = ipaddress.ip_address(text.partition("%")[0])
+        address = getattr(address, "ipv4_mapped", None) or address
+        if address.is_global and not address.is_multicast:
+            where = endpoint if text in endpoint else f"{endpoint} ({text})"
+            return (
+                f"warning: the rendezvous is at the public address {where}. PyTorch's distributed layer has "
+                "no authentication: whoever reaches its ports can join the run or end it. Use a private "
+                "network, or a firewall"
+            )
     return None
 
 
