@@ -1,8 +1,13 @@
 """Which launcher has started a process: found by the variables that each of them sets."""
 
+import os
+
 import pytest
 
+from ddprun.engine.failures import FailureContext, open_ranks
 from ddprun.launch.launcher import LauncherError, detect_launcher, first_host
+from ddprun.parallel.ranks import Environment
+from tests.ranks import as_processes
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -173,3 +178,21 @@ def test_what_is_no_list_of_hosts_is_refused(nodes: str) -> None:
     """It says which variable has it."""
     with pytest.raises(LauncherError, match="SLURM_STEP_NODELIST is"):
         first_host(nodes)
+
+
+def local_ranks_found(missing: list[str]) -> tuple[int, int]:
+    """This rank's number on its host, of how many, where a launcher does not set these variables."""
+    for name in missing:
+        del os.environ[name]
+    ranks = open_ranks(Environment.read(), 60.0, FailureContext())
+    ranks.connect()
+    ranks.gather("end", None)
+    return ranks.environment.local_rank, ranks.environment.local_world_size
+
+
+@pytest.mark.parametrize(
+    "missing", [["LOCAL_RANK"], ["LOCAL_WORLD_SIZE"], ["LOCAL_RANK", "LOCAL_WORLD_SIZE"]]
+)
+def test_ranks_find_out_what_their_launcher_does_not_say(missing: list[str]) -> None:
+    """Many scripts for Slurm and MPI set LOCAL_RANK alone: `hierarchical` took each rank for a host."""
+    assert as_processes(2, local_ranks_found, missing) == [(0, 2), (1, 2)]

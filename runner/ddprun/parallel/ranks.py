@@ -117,9 +117,9 @@ class Ranks:
             raise network.NetworkError(
                 f"{ranks} are on several hosts that are all called {shared[0]}; {network.NAME_ADVICE}"
             )
-        if "LOCAL_RANK" not in os.environ:
-            local_rank, local_size = hosts[: self.rank].count(self.host), hosts.count(self.host)
-            self.environment = Environment(self.rank, self.size, local_rank, local_size)
+        if not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
+            local_rank = int(os.environ.get("LOCAL_RANK", hosts[: self.rank].count(self.host)))
+            self.environment = Environment(self.rank, self.size, local_rank, hosts.count(self.host))
         others = [one for host, one in zip(hosts, addresses, strict=True) if host != self.host]
         if others:
             network.choose_interface_together(
