@@ -7,10 +7,15 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing import api as multiprocessing
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
+from ddprun.config import load
 from ddprun.host import network, tcp_store
+from ddprun.launch.agent import make_agent
+from ddprun.launch.flags import torchrun_args
 from ddprun.launch.launcher import overrides_variable, take_inherited_overrides
 from ddprun.launch.rendezvous import make_handler
 from tests.ranks import Running, ddprun
@@ -128,6 +133,19 @@ def test_a_master_addr_that_is_no_host_is_named(folder: Path, rank: str) -> None
         "ddprun: warning: this host cannot resolve MASTER_ADDR=nowhere.invalid; trying for 600 s "
         "(launch.timeout_s): check the name, or write an address\n"
     )
+
+
+@pytest.mark.parametrize("endpoint", [{"rdzv_endpoint": "[::1]:29655"}, {"master_addr": "::1"}])
+def test_ranks_get_an_ipv6_address_as_it_is(
+    folder: Path, endpoint: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in brackets, as no host is called."""
+    monkeypatch.setattr(multiprocessing, "get_subprocess_handler", None)  # put back after the test
+    read = torchrun_args({"nnodes": "2", "node_rank": "1", **endpoint}, ["-m", "ddprun"])
+    config, _, _ = torchrun.config_from_args(read)
+    agent = make_agent(config, "python", [], folder, load(folder / "p.yaml"), None)
+    spec = agent.get_worker_group().spec
+    assert (spec.master_addr, spec.master_port) == ("::1", 29655 if "rdzv_endpoint" in endpoint else 29500)
 
 
 def test_a_variable_of_torchelastics_is_named(folder: Path) -> None:

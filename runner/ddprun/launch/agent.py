@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
-from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.launcher.api import LaunchConfig, _get_addr_and_port
 
 from ddprun import EXIT_BAD_INPUT, EXIT_REPEATED
 from ddprun.config import LoadedPipeline
@@ -233,18 +233,18 @@ def make_agent(
     """The agent that torch.distributed.launcher.api.launch_agent makes for such a config, as ours."""
     # Where torchelastic itself chooses the class of handlers.
     multiprocessing.get_subprocess_handler = partial(_RankHandler, server)
-    static = config.rdzv_backend == "static" and config.max_nodes > 1
-    host, _, port = config.rdzv_endpoint.rpartition(":")
+    parameters = rendezvous_parameters(config)
+    master_addr, master_port = _get_addr_and_port(parameters)
     spec = WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,
         entrypoint=program,
         args=tuple(arguments),
-        rdzv_handler=run_in_daemon_thread(partial(make_handler, rendezvous_parameters(config))).result(),
+        rdzv_handler=run_in_daemon_thread(partial(make_handler, parameters)).result(),
         max_restarts=config.max_restarts,
         monitor_interval=config.monitor_interval,
-        master_addr=host if static else None,
-        master_port=int(port) if static else None,
+        master_addr=master_addr,
+        master_port=master_port,
         local_addr=config.local_addr,
     )
     return Agent(spec, config, scratch, loaded)
