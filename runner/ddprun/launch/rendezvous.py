@@ -12,7 +12,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import HashStore, Store
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -74,23 +74,18 @@ def _poll_often(seconds: float | tuple[float, float]) -> None:
 
 
 class SingleHostRendezvous(StaticTCPRendezvous):
-    """The rendezvous of a single host: there are no others. Each start of the ranks gets a store of its own
-    on 127.0.0.1, held by this process, so that a restart finds nothing that the ranks before it left.
+    """The rendezvous of a single host: there are no others. Each start of the ranks gets stores of its own,
+    held by this process, so that a restart finds nothing that the ranks before it left.
     """
 
     def __init__(self, run_id: str) -> None:
         super().__init__(LOOPBACK, 0, rank=0, world_size=1, run_id=run_id, timeout=0)
-        self._agent_store = HashStore()
-        self._starts = 0
-        self._rank_store: TCPStore | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """This host as the only one, with a new store for its ranks."""
-        self._starts += 1
-        self._rank_store = None  # closes the store of the ranks before
+        """This host as the only one, with new stores."""
         self._rank_store = open_store(LOOPBACK, 0, serve=True, timeout=_RANK_STORE_TIMEOUT)
         address = api.RendezvousStoreInfo(LOOPBACK, self._rank_store.port)
-        return RendezvousInfo(PrefixStore(str(self._starts), self._agent_store), 0, 1, address)
+        return RendezvousInfo(HashStore(), 0, 1, address)
 
 
 class _StaticOnOneAddress(StaticTCPRendezvous):
