@@ -1,9 +1,9 @@
 """The launcher's temporary folder, and what ranks leave in it."""
 
+import fcntl
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,19 +61,17 @@ def test_only_the_folder_of_a_launcher_that_is_gone_is_removed(temporary: Path) 
             process.communicate(timeout=30)
 
 
-def test_a_folder_that_another_launcher_removes_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may take a new folder for an old one, as long as nobody has locked it."""
-    make, made = tempfile.mkdtemp, list[str]()
+def test_a_new_folder_is_not_taken_for_a_dead_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another launcher that starts before it is locked."""
+    lock = fcntl.flock
 
-    def made_and_removed(*args: str | None, **options: str | None) -> str:
-        made.append(make(*args, **options))
-        if len(made) == 1:
-            os.rmdir(made[0])
-        return made[-1]
+    def cleaned_and_locked(handle: int, how: int) -> None:
+        if how == fcntl.LOCK_EX:
+            remove_dead_launcher_folders()
+        lock(handle, how)
 
-    monkeypatch.setattr(tempfile, "mkdtemp", made_and_removed)
+    monkeypatch.setattr(fcntl, "flock", cleaned_and_locked)
     with temporary_launcher_folder() as folder:
-        assert str(folder) == made[1]
         assert folder.is_dir()
 
 

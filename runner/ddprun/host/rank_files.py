@@ -32,25 +32,19 @@ def temporary_launcher_folder(parent: Path | None = None) -> Iterator[Path]:
     launcher of the same user on the same host removes it.
     """
     remove_dead_launcher_folders()
-    while True:
-        # A TemporaryDirectory would be deleted by ranks, too, which are forked and end as Python does.
-        name = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
-        try:
-            handle = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except FileNotFoundError:  # another launcher was faster, and took it for an old one
-            continue
-        try:
-            # On the folder itself, which is also how one tells cleaners of temporary files to leave it.
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            if not os.path.isdir(name):  # the same, a moment later
-                continue
-            # Room for the outcome, which a disk that fills up later cannot take away.
-            (Path(name) / _OUTCOME).write_text(" " * _OUTCOME_WIDTH)
-            yield Path(name)
-            return
-        finally:
-            shutil.rmtree(name, ignore_errors=True)
-            os.close(handle)
+    # A TemporaryDirectory would be deleted by ranks, too, which are forked and end as Python does.
+    unlocked = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=parent))
+    handle = os.open(unlocked, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    # On the folder itself, which is also how one tells cleaners of temporary files to leave it.
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    folder = unlocked.rename(unlocked.with_name(unlocked.name.removeprefix(".")))  # and so may be found
+    try:
+        # Room for the outcome, which a disk that fills up later cannot take away.
+        (folder / _OUTCOME).write_text(" " * _OUTCOME_WIDTH)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(handle)
 
 
 @contextmanager
