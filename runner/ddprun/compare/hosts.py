@@ -71,10 +71,7 @@ class HostCoordinator:
     def check_same_inputs(self, inputs: Sequence[Any]) -> None:
         """Raise HostsError unless the inputs, which go into JSON, are the same on all hosts."""
         own = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
-        try:
-            digests = self._group.gather("inputs", own, TIMEOUT_S)
-        except RuntimeError as error:
-            raise meeting.lost_contact(error) from None
+        digests = self._group.gather("inputs", own, TIMEOUT_S)
         if others := [index for index, digest in enumerate(digests) if digest != own]:
             raise meeting.HostsError(
                 f"hosts {self.index} and {others[0]} have different pipelines or options",

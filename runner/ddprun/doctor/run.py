@@ -42,7 +42,7 @@ def run(flags: Flags, timeout_s: float) -> tuple[bool, Report | None]:
 
 def _run_on_all_hosts(own_report: Report, flags: Flags, timeout_s: float) -> tuple[bool, Report | None]:
     from ddprun.doctor.hosts import RUN_AGAIN_ADVICE, examine_hosts
-    from ddprun.launch.meeting import HostsError, join_rendezvous, lost_contact
+    from ddprun.launch.meeting import HostsError, first_line, join_rendezvous, lost_contact
 
     endpoint = _endpoint(flags)
     if warning := public_warning(endpoint):
@@ -58,7 +58,8 @@ def _run_on_all_hosts(own_report: Report, flags: Flags, timeout_s: float) -> tup
         found, do = str(error), "see `ip addr` and `ip route` there"
     except (OSError, RuntimeError) as error:  # the store's errors are RuntimeErrors
         timed_out = str(error).startswith("wait timeout")
-        lost = lost_contact(f"not all of them answered within {timeout_s:g} s" if timed_out else error)
+        why = f"not all of them answered within {timeout_s:g} s" if timed_out else first_line(error)
+        lost = lost_contact(why)
         found, do = str(lost), f"{lost.advice}, or {RUN_AGAIN_ADVICE}"
     else:
         with suppress(Exception):  # the store may have ended with another process

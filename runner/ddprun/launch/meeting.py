@@ -36,11 +36,8 @@ class HostsError(RuntimeError):
         self.advice = advice
 
 
-def lost_contact(error: BaseException | str) -> HostsError:
-    """The error for hosts that were there and do not answer any more; the store's own are RuntimeErrors."""
-    if isinstance(error, HostsError):
-        return error
-    found = error if isinstance(error, str) else first_line(error)
+def lost_contact(found: str) -> HostsError:
+    """The error for hosts that were there and do not answer any more."""
     return HostsError(f"lost contact between the hosts: {found}", CHECK_HOST_ADVICE)
 
 
@@ -59,16 +56,19 @@ class HostGroup:
 
     def gather(self, key: str, value: Any, within_s: float) -> list[Any]:
         """Every host's value on every host, as JSON can carry it; a key is used once. Raises HostsError with
-        those that did not answer in time.
+        those that did not answer in time, or if the store is gone.
         """
         names = {f"{key}/{index}": name for index, name in enumerate(self.names)}
-        with exit_on_timeout(_STORE_TIMEOUT_S):
-            self.store.set(f"{key}/{self.index}", json.dumps(value))
-        if missing := wait_for_keys(self.store, [*names], within_s):
-            late = ", ".join(names[one] for one in missing)
-            raise lost_contact(f"{late} did not answer within {within_s:g} s ({key})")
-        with exit_on_timeout(_STORE_TIMEOUT_S):
-            return [json.loads(self.store.get(one)) for one in names]
+        try:
+            with exit_on_timeout(_STORE_TIMEOUT_S):
+                self.store.set(f"{key}/{self.index}", json.dumps(value))
+            if not (missing := wait_for_keys(self.store, [*names], within_s)):
+                with exit_on_timeout(_STORE_TIMEOUT_S):
+                    return [json.loads(self.store.get(one)) for one in names]
+        except RuntimeError as error:  # the store's
+            raise lost_contact(first_line(error)) from None
+        late = ", ".join(names[one] for one in missing)
+        raise lost_contact(f"{late} did not answer within {within_s:g} s ({key})")
 
 
 def wait_for_keys(store: Store, keys: list[str], within_s: float = math.inf) -> list[str]:
