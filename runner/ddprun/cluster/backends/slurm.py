@@ -92,13 +92,7 @@ _SlurmName = Annotated[
     Field(min_length=1, max_length=200),
     pattern_constraint(r"^[A-Za-z0-9_.,:/@+-]+$", 'letters, digits and "_.,:/@+-" only'),
 ]  # as partitions, accounts and images have
-_TIME_SCHEMA = {
-    "anyOf": [
-        {"type": "integer", "minimum": 1},
-        {"type": "string", "pattern": _TIME_PATTERN},
-        {"type": "null"},
-    ]
-}  # `time` as JSON Schema
+_TimeInFile = PositiveInt | Annotated[str, Field(pattern=_TIME_PATTERN)] | None
 _OPTIONS_SCHEMA = {
     "type": "object",
     "propertyNames": {"pattern": _OPTION_PATTERN, "not": {"enum": list(_RESERVED_OPTIONS)}},
@@ -119,7 +113,7 @@ class Slurm(Cluster):
         cpus: PositiveInt | None = None
         """CPUs of each host, for all of its ranks; null is what the cluster gives."""
 
-        time: Annotated[str | int | None, CustomValidator(_check_time_limit, _TIME_SCHEMA)] = None
+        time: Annotated[_TimeInFile, CustomValidator(_check_time_limit)] = None
         """How long the job may take: minutes, "HH:MM:SS" or "D-HH:MM:SS"; null is the partition's limit."""
 
         partition: _SlurmName | None = None
