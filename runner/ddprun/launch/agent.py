@@ -173,18 +173,11 @@ class Agent(LocalElasticAgent):
 
     def _ended_early(self, worker_group: WorkerGroup) -> dict[int, ProcessFailure]:
         """Ranks that have ended with exit code 0 although the run is not over: to torchelastic a success."""
-
-        def ended_with_0(pid: int) -> bool:
-            try:  # torchelastic has asked before, and found no other exit code
-                found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
-                return True
-            return found is not None and found.si_code == os.CLD_EXITED and found.si_status == 0
-
+        started: Any = self._pcontext
         ended = {
             worker.global_rank: ProcessFailure(worker.local_rank, worker.id, 0, "")
             for worker in worker_group.workers
-            if worker.id is not None and ended_with_0(worker.id)
+            if started.subprocess_handlers[worker.local_rank].proc.poll() == 0
         }
         # Asked in this order: a rank leaves the outcome before it ends.
         return ended if ended and rank_files.read_outcome(self._scratch) is None else {}
