@@ -196,17 +196,16 @@ def ignore_signals(*numbers: int) -> None:
         handle_signal_unless_ignored(number, lambda *_: None)
 
 
-def hard_exit_on_signals(*numbers: int, remove: Path | None = None) -> None:
-    """End this process at once when one of these signals comes, with the exit code that a shell gives it, and
-    without the folder `remove`.
+def hard_exit_on_signals(folder: Path) -> None:
+    """End this process at once when a signal asks it to stop, with the exit code that a shell gives it, and
+    without this folder.
     """
 
     def end(number: int, _: FrameType | None) -> None:
-        if remove is not None:
-            shutil.rmtree(remove, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(SIGNAL_EXIT_BASE + number)
 
-    for number in numbers:
+    for number in STOP_SIGNALS:
         handle_signal_unless_ignored(number, end)
 
 

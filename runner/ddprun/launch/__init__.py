@@ -11,7 +11,6 @@ from ddprun.config import LoadedPipeline
 from ddprun.host.code_folders import UnsafeFolderError, private_code_caches
 from ddprun.host.network import public_warning, resolve_addresses
 from ddprun.host.processes import (
-    STOP_SIGNALS,
     file_limit_hint,
     force_exit_after_delay,
     hard_exit_on_signals,
@@ -76,7 +75,7 @@ def start(loaded: LoadedPipeline, flags: Flags, run_dir: Path | None, *, resumin
         # While torch is imported a KeyboardInterrupt can get lost in an extension module, and process 1 of a
         # container has no default for SIGTERM and SIGHUP. Nothing is running yet, so ending at once loses
         # nothing; torchelastic puts its own handlers in place of these.
-        hard_exit_on_signals(*STOP_SIGNALS, remove=folder)
+        hard_exit_on_signals(folder)
         from ddprun.launch.local import launch
 
         if launcher is not None:

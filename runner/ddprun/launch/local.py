@@ -111,7 +111,7 @@ def _run_with_watchdog(agent: Agent, config: LaunchConfig, folder: Path) -> int:
                 try:
                     _run_agent(agent, elastic=may_restart(config))
                 except ChildFailedError:
-                    processes.hard_exit_on_signals(*processes.STOP_SIGNALS, remove=folder)
+                    processes.hard_exit_on_signals(folder)
                     if multi_host:
                         watchdog.linger(_STORE_LINGER_S)
                     raise
