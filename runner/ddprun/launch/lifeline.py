@@ -62,7 +62,6 @@ class Lifeline:
             listener = socket.create_server((address, 0), family=family, backlog=count)
         except OSError as error:
             say(f"warning: cannot listen at {address}, so hosts that are cut off are noticed late: {error}")
-            self._store.set(_KEY, "null")
             return
         self._store.set(_KEY, json.dumps([address, listener.getsockname()[1], self._token]))
         self._start(partial(self._accept, listener))
@@ -88,9 +87,7 @@ class Lifeline:
             while not self._store.check([_KEY]):  # `get` would block the store for other threads
                 if self._closed.wait(_TICK_S):
                     return
-            if (found := json.loads(self._store.get(_KEY))) is None:
-                return
-            address, port, token = found
+            address, port, token = json.loads(self._store.get(_KEY))
             with socket.create_connection((address, port), timeout=_TIMEOUT_S) as connection:
                 connection.sendall(token.encode())
                 self._watch(connection, address)
