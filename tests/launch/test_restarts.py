@@ -232,6 +232,7 @@ def test_an_endpoint_of_several_hosts_means_c10d(flags: dict[str, str], backend:
     [
         (["--rdzv-backend=foo", "--rdzv-endpoint=localhost:1"], "foo"),
         (["--nnodes=1:2:3"], "1:2:3"),
+        (["--standalone", "--set=launch.nnodes=2"], "on this host alone, but nnodes is 2: add --nnodes 1"),
         (
             ["--nnodes=2", "--node-rank=0", "--master-addr=localhost", "--max-restarts=1"],
             "add --rdzv-backend c10d",

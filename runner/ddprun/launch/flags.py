@@ -50,7 +50,13 @@ def torchrun_args(flags: Flags, command: Sequence[str]) -> object:
         option = f"--{name.replace('_', '-')}"
         given += [option] if value is True else [option, str(value)]
     arguments = torchrun.parse_args([*given, *command])  # type: ignore[no-untyped-call]
-    one_host = torchrun.parse_min_max_nnodes(arguments.nnodes)[1] == 1
+    least, most = torchrun.parse_min_max_nnodes(arguments.nnodes)
+    one_host = most == 1
+    if arguments.standalone and least > 1:
+        raise ValueError(
+            f"--standalone starts a run on this host alone, but nnodes is {arguments.nnodes}: "
+            "add --nnodes 1, or leave --standalone out"
+        )
     if not (one_host or arguments.standalone):
         _choose_rendezvous(arguments, flags)
     elastic = _prepare_restarts(arguments)
