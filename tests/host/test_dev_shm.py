@@ -48,10 +48,10 @@ def test_what_is_needed_is_whole_pages() -> None:
 )
 def test_a_shortage_is_certain_or_likely(free: int, certain: bool | None) -> None:
     """Certain is one that keeps loading processes from starting."""
-    found = shortage(2, 2, [1], ShmSpace(1 << 20, free))
+    found = shortage(2, 2, [1], ShmSpace(1 << 20, free), nccl=False)
     assert (found and found.is_fatal) == certain
-    assert shortage(2, 0, [1], ShmSpace(0, 0)) is None
-    assert shortage(2, 2, [1], None) is None
+    assert shortage(2, 0, [1], ShmSpace(0, 0), nccl=False) is None
+    assert shortage(2, 2, [1], None, nccl=True) is None
 
 
 def test_the_room_that_there_is(tmp_path: Path) -> None:
@@ -173,6 +173,6 @@ def test_the_certain_need_is_what_python_really_takes(tmp_path: Path) -> None:
 )
 def test_nccl_wants_room_between_gpus(ranks: int, free: int, short: bool) -> None:
     """A container's 64 MiB may be too little; said, and no more, since it depends on the GPUs' links."""
-    found = dev_shm.nccl_shortage(ranks, dev_shm.ShmSpace(free, free))
+    found = shortage(ranks, 0, [], ShmSpace(free, free), nccl=True)
     assert (found is not None) == short
     assert found is None or (not found.is_fatal and "64 MiB free" in found.message)

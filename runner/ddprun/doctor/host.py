@@ -13,7 +13,7 @@ import psutil
 from ddprun import __version__
 from ddprun.doctor import Finding, Level, Report
 from ddprun.host import network
-from ddprun.host.dev_shm import REMEDY, ShmSpace, nccl_shortage, shm_space, shortage
+from ddprun.host.dev_shm import REMEDY, ShmSpace, shm_space, shortage
 from ddprun.host.processes import cores
 from ddprun.units import format_binary_bytes, format_bit_rate, format_count
 
@@ -51,7 +51,7 @@ def examine_host(ranks: int | None, *, several_hosts: bool = False) -> Report:
         listed += f"; this torch has no {' and no '.join(missing)}"
     findings = [
         *_interface_findings(name, network_interfaces, several_hosts=several_hosts),
-        shm_finding(name, shm, ranks, nccl=ranks > 1 and len(gpus.names) > 1),
+        shm_finding(name, shm, ranks, nccl=len(gpus.names) > 1),
         Finding(name, "versions", "ok", listed),
         gpu_finding(name, gpus),
         cpu_core_finding(name, count, ranks),
@@ -109,9 +109,7 @@ def shm_finding(name: str, space: ShmSpace | None, ranks: int, *, nccl: bool) ->
     if space is None:
         found = "it does not exist: loader.workers, and NCCL between the GPUs of a host, need it"
         return Finding(name, "/dev/shm", "warning", found, "mount -t tmpfs -o size=1g tmpfs /dev/shm")
-    short = shortage(ranks, _LOADERS, [_BATCH_BYTES], space)
-    if short is None and nccl:
-        short = nccl_shortage(ranks, space)
+    short = shortage(ranks, _LOADERS, [_BATCH_BYTES], space, nccl=nccl)
     value = {"total_bytes": space.total, "free_bytes": space.free}
     if short is None:
         found = f"{format_binary_bytes(space.total)}, {format_binary_bytes(space.free)} of it free"

@@ -273,11 +273,12 @@ def _compile(
 
 def _check_shared_memory(loaded: LoadedPipeline, feeds: Feeds, ranks: Ranks, backend: str) -> None:
     """Warn of a `/dev/shm` too small for loading processes or NCCL; a PipelineError if none can start."""
-    workers, here, room = loaded.pipeline.loader.workers, ranks.environment, dev_shm.shm_space()
-    shortage = dev_shm.nccl_shortage(here.local_world_size, room) if backend == "nccl" else None
+    workers, here, sizes = loaded.pipeline.loader.workers, ranks.environment, list[int]()
     if workers:
         sizes = max(map(_tensor_bytes, feeds.by_name().values()), key=sum)  # stages come one after the other
-        shortage = dev_shm.shortage(here.local_world_size, workers, sizes, room) or shortage
+    shortage = dev_shm.shortage(
+        here.local_world_size, workers, sizes, dev_shm.shm_space(), nccl=backend == "nccl"
+    )
     if shortage is None:
         return
     text = f"{ranks.host}: {shortage.message}"

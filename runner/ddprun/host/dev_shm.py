@@ -62,30 +62,25 @@ def worker_needed_bytes(ranks: int, workers: int, tensor_bytes: Iterable[int]) -
 
 
 def shortage(
-    ranks: int, workers: int, tensor_bytes: Iterable[int], space: ShmSpace | None
+    ranks: int, workers: int, tensor_bytes: Iterable[int], space: ShmSpace | None, *, nccl: bool
 ) -> ShmShortage | None:
-    """What so many ranks on the host, with so many loading processes (workers) each, would miss; None:
-    nothing, or the host has no `/dev/shm`.
+    """What so many ranks on the host, with so many loading processes (workers) each and, maybe, NCCL between
+    their GPUs, would miss; None: nothing, or the host has no `/dev/shm`.
     """
-    if not workers or space is None:
+    if space is None:
         return None
+    start = f"/dev/shm has {format_binary_bytes(space.free)} free,"
     least, needed = worker_startup_bytes(ranks, workers), worker_needed_bytes(ranks, workers, tensor_bytes)
-    if space.free >= needed:
-        return None
     who = f"{workers} DataLoader workers for each of {format_count(ranks, 'rank')}"
-    if certain := space.free < least:
+    if space.free < least:
         why = f"too little to start {who}, which need {format_binary_bytes(least)} for their queues alone "
         why += f"and about {format_binary_bytes(needed)} with batches"
-    else:
+        return ShmShortage(f"{start} {why}", is_fatal=True)
+    if space.free < needed:
         why = f"but {who} need about {format_binary_bytes(needed)} for batches that are loaded in advance; "
         why += "a run whose batches do not fit fails"
-    return ShmShortage(f"/dev/shm has {format_binary_bytes(space.free)} free, {why}", certain)
-
-
-def nccl_shortage(ranks: int, space: ShmSpace | None) -> ShmShortage | None:
-    """What NCCL may miss between the GPUs of a host; None: enough room, no `/dev/shm`, or one rank."""
-    if ranks == 1 or space is None or space.free >= ROOM_FOR_NCCL_BYTES:
-        return None
-    free = format_binary_bytes(space.free)
-    text = f"/dev/shm has {free} free, which may be too little for NCCL between {ranks} GPUs"
-    return ShmShortage(text, is_fatal=False)
+        return ShmShortage(f"{start} {why}", is_fatal=False)
+    if nccl and ranks > 1 and space.free < ROOM_FOR_NCCL_BYTES:
+        why = f"which may be too little for NCCL between {ranks} GPUs"
+        return ShmShortage(f"{start} {why}", is_fatal=False)
+    return None
