@@ -59,30 +59,30 @@ def start(loaded: LoadedPipeline, flags: Flags, run_dir: Path | None, *, resumin
     os.environ["PYTHONSAFEPATH"] = "1"  # as `python -P`: the working directory shadows no package
     # As torchrun sets it, for one rank too: the same number of threads gives the same bits.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with ExitStack() as stack:
-        try:
+    try:
+        with ExitStack() as stack:
             folder = stack.enter_context(temporary_launcher_folder())
             stack.enter_context(private_code_caches(folder))
-        except OSError as error:
-            say(loaded.secrets.redact(f"cannot start the ranks: {error}{file_limit_hint(error)}"))
-            return EXIT_FAILURE
-        server, preload = None, loaded.pipeline.launch.preload
-        if preload is not None:
-            with suppress(OSError):  # too many processes: torchelastic fails, too, and says so
-                # Before torch is imported here.
-                server = ForkServer(preload, loaded.folder, loaded.secrets.redact)
-                stack.callback(server.close)
-        # While torch is imported a KeyboardInterrupt can get lost in an extension module, and process 1 of a
-        # container has no default for SIGTERM and SIGHUP. Nothing is running yet, so ending at once loses
-        # nothing; torchelastic puts its own handlers in place of these.
-        hard_exit_on_signals(folder)
-        from ddprun.launch.local import launch
+            server, preload = None, loaded.pipeline.launch.preload
+            if preload is not None:
+                with suppress(OSError):  # too many processes: torchelastic fails, too, and says so
+                    # Before torch is imported here.
+                    server = ForkServer(preload, loaded.folder, loaded.secrets.redact)
+                    stack.callback(server.close)
+            # While torch is imported a KeyboardInterrupt can get lost in an extension module, and process 1
+            # of a container has no default for SIGTERM and SIGHUP. Nothing is running yet, so ending at once
+            # loses nothing; torchelastic puts its own handlers in place of these.
+            hard_exit_on_signals(folder)
+            from ddprun.launch.local import launch
 
-        if launcher is not None:
-            if launcher.is_first:
-                say(f"started by {launcher.summary}")
-            flags = {**launcher.flags, **flags}
-        return launch(loaded, flags, run_dir, folder, server, resuming=resuming)
+            if launcher is not None:
+                if launcher.is_first:
+                    say(f"started by {launcher.summary}")
+                flags = {**launcher.flags, **flags}
+            return launch(loaded, flags, run_dir, folder, server, resuming=resuming)
+    except OSError as error:
+        say(loaded.secrets.redact(f"cannot start the ranks: {error}{file_limit_hint(error)}"))
+        return EXIT_FAILURE
 
 
 def _be_rank(loaded: LoadedPipeline, launcher: Launcher, run_dir: Path | None, resuming: "ResumeMode") -> int:

@@ -46,7 +46,7 @@ def launch(
     """Start this host's ranks, wait for them, give the run's exit code. `folder` is this launcher's own.
 
     A rank's own error is on the screen when this returns: the rank that failed first printed it, the others
-    kept silent. Only a rank that was killed cannot speak; then this says so.
+    kept silent. Only a rank that was killed cannot speak; then this says so. Raises OSError.
     """
     flags = {**flags_from_file(loaded, flags), **flags}
     silence_torchelastic()
@@ -55,40 +55,36 @@ def launch(
     else:
         command = ["run", str(loaded.path), *(["--run-dir", str(run_dir)] if run_dir is not None else [])]
         command += ["--or-resume"] if resuming == "if begun" else []
-    try:
-        with ExitStack() as stack:
-            flags["log_dir"] = str(folder)  # torchelastic would leave its own folder behind
-            os.environ[rank_files.SCRATCH_VARIABLE] = str(folder)
-            os.environ[processes.LAUNCHER_PID_VARIABLE] = str(os.getpid())
-            os.environ |= overrides_variable(loaded.overrides)
+    with ExitStack() as stack:
+        flags["log_dir"] = str(folder)  # torchelastic would leave its own folder behind
+        os.environ[rank_files.SCRATCH_VARIABLE] = str(folder)
+        os.environ[processes.LAUNCHER_PID_VARIABLE] = str(os.getpid())
+        os.environ |= overrides_variable(loaded.overrides)
+        try:
             try:
-                try:
-                    read = torchrun_args(flags, ["-m", "ddprun", *command])
-                    config, program, arguments = torchrun.config_from_args(read)
-                    assert isinstance(program, str)
-                    if warning := network.public_warning(config.rdzv_endpoint):
-                        say(warning)
-                    os.environ.pop(rank_files.MEMORY_VARIABLE, None)  # of a launcher that started this one
-                    if loaded.pipeline.checkpoint.memory_every and config.max_restarts:
-                        memory = stack.enter_context(rank_files.launcher_memory())
-                        os.environ |= {} if memory is None else {rank_files.MEMORY_VARIABLE: str(memory)}
-                    agent = make_agent(config, program, arguments, folder, loaded, server)
-                except (DistError, RendezvousError):
-                    raise
-                except (ValueError, RuntimeError, AssertionError) as error:  # torchrun's ways to refuse flags
-                    say(loaded.secrets.redact(str(error)))
-                    return EXIT_BAD_INPUT
-                return _run_with_watchdog(agent, config, folder)
-            except RendezvousClosedError:
-                say("the run has ended on another host")
-            except (DistError, RendezvousError) as error:
-                where = flag_or_variable(flags, "rdzv_endpoint") or flag_or_variable(flags, "master_addr")
-                why = str(error).removesuffix(_NO_DETAILS).rstrip(".")
-                text = loaded.secrets.redact(f"cannot reach the other hosts at {where}: {why}")
-                say(f"{text}{_resume_hint(folder)}")
-    except OSError as error:
-        hint = processes.file_limit_hint(error)
-        say(loaded.secrets.redact(f"cannot start the ranks: {error}{hint}"))
+                read = torchrun_args(flags, ["-m", "ddprun", *command])
+                config, program, arguments = torchrun.config_from_args(read)
+                assert isinstance(program, str)
+                if warning := network.public_warning(config.rdzv_endpoint):
+                    say(warning)
+                os.environ.pop(rank_files.MEMORY_VARIABLE, None)  # of a launcher that started this one
+                if loaded.pipeline.checkpoint.memory_every and config.max_restarts:
+                    memory = stack.enter_context(rank_files.launcher_memory())
+                    os.environ |= {} if memory is None else {rank_files.MEMORY_VARIABLE: str(memory)}
+                agent = make_agent(config, program, arguments, folder, loaded, server)
+            except (DistError, RendezvousError):
+                raise
+            except (ValueError, RuntimeError, AssertionError) as error:  # torchrun's ways to refuse flags
+                say(loaded.secrets.redact(str(error)))
+                return EXIT_BAD_INPUT
+            return _run_with_watchdog(agent, config, folder)
+        except RendezvousClosedError:
+            say("the run has ended on another host")
+        except (DistError, RendezvousError) as error:
+            where = flag_or_variable(flags, "rdzv_endpoint") or flag_or_variable(flags, "master_addr")
+            why = str(error).removesuffix(_NO_DETAILS).rstrip(".")
+            text = loaded.secrets.redact(f"cannot reach the other hosts at {where}: {why}")
+            say(f"{text}{_resume_hint(folder)}")
     return EXIT_FAILURE
 
 
