@@ -18,7 +18,7 @@ from ddprun.launch.agent import make_agent
 from ddprun.launch.flags import torchrun_args
 from ddprun.launch.launcher import overrides_variable, take_inherited_overrides
 from ddprun.launch.rendezvous import make_handler
-from tests.ranks import Running, ddprun
+from tests.ranks import Running, ddprun, free_port
 
 
 @pytest.mark.parametrize(
@@ -119,6 +119,15 @@ def test_a_run_warns_once(folder: Path) -> None:
         assert line.startswith("ddprun: warning: the rendezvous is at the public address 192.88.98.1:9."), (
             line
         )
+
+
+def test_a_host_to_which_no_other_comes_says_so(folder: Path) -> None:
+    """Torchelastic's own error has no words."""
+    flags = ["--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-conf=join_timeout=1"]
+    done = ddprun("p.yaml", *flags, cwd=folder)
+    assert done.code == 1
+    assert "cannot reach the other hosts at 127.0.0.1:" in done.stderr
+    assert "fewer than 2 hosts came in time: start the same command on each of them" in done.stderr
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

@@ -17,7 +17,11 @@ from torch.distributed.elastic.multiprocessing import api as multiprocessing
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousTimeoutError,
+)
 from torch.distributed.launcher.api import LaunchConfig, _get_addr_and_port
 
 from ddprun import EXIT_BAD_INPUT, EXIT_REPEATED
@@ -90,10 +94,16 @@ class Agent(LocalElasticAgent):
         self.stop_signal: signal.Signals | None = None
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Wait for the other hosts. Raises RendezvousError where clocks that are far apart make hosts
-        consider each other lost, and torchelastic would continue with too few.
+        """Wait for the other hosts. Raises RendezvousError if they do not come, or where clocks that are far
+        apart make hosts consider each other lost, and torchelastic would continue with too few.
         """
-        run_in_daemon_thread(partial(super()._rendezvous, worker_group)).result()
+        try:
+            run_in_daemon_thread(partial(super()._rendezvous, worker_group)).result()
+        except RendezvousTimeoutError:  # it says nothing
+            raise RendezvousError(
+                f"fewer than {self._min_nodes} hosts came in time: start the same command on each of them, "
+                "with the same --rdzv-id"
+            ) from None
         present = worker_group.group_world_size or 0
         if present < self._min_nodes:
             raise RendezvousError(
