@@ -4,27 +4,27 @@ from collections.abc import Sequence
 
 
 def format_bytes(count: float) -> str:
-    """Bytes with three significant digits, in units of 1000."""
-    if count < 999.5:
-        return f"{count:.3g} B"
-    for unit in ("kB", "MB", "GB", "TB"):
-        count /= 1000
-        if count < 999.5 or unit == "TB":
-            break
-    return f"{count:.{2 if count < 9.995 else 1 if count < 99.95 else 0}f} {unit}"
+    """Bytes in units of 1000: `1.5 MB`."""
+    return _in_units(count, ("B", "kB", "MB", "GB", "TB"))
 
 
 def format_binary_bytes(count: float) -> str:
-    """Bytes with three significant digits, in units of 1024, in which file systems are sized: `64 KiB`."""
+    """Bytes in units of 1024, in which file systems are sized: `64 KiB`."""
     return _in_units(count, ("B", "KiB", "MiB", "GiB", "TiB"), step=1024, limit=1024)
 
 
 def format_bit_rate(bits_per_s: float) -> str:
-    """Bits a second with three significant digits: `10 Gbit/s`."""
-    return _in_units(bits_per_s, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s"), step=1000, limit=999.5)
+    """Bits a second: `10 Gbit/s`."""
+    return _in_units(bits_per_s, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s"))
 
 
-def _in_units(value: float, units: Sequence[str], *, step: int, limit: float) -> str:
+def format_duration(seconds: float) -> str:
+    """A time: `2.5 ms`."""
+    return _in_units(1e6 * seconds, ("µs", "ms", "s"))
+
+
+def _in_units(value: float, units: Sequence[str], *, step: int = 1000, limit: float = 999.5) -> str:
+    """Three significant digits, and no exponent, in the first unit in which the value is below `limit`."""
     for unit in units:
         if value < limit or unit == units[-1]:
             break
@@ -47,14 +47,6 @@ def abbreviated_list(names: Sequence[str], most: int = 6) -> str:
     """The first `most` names, and how many more there are."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
-
-
-def format_duration(seconds: float) -> str:
-    """A time for a reader: three significant digits."""
-    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
-        if seconds * factor >= 0.9995 or unit == "µs":
-            return f"{seconds * factor:.3g} {unit}" if seconds < 999.5 else f"{seconds:.0f} s"
-    raise AssertionError
 
 
 def format_table(rows: Sequence[Sequence[str]], alignment: str) -> list[str]:

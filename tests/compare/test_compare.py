@@ -314,7 +314,7 @@ def test_the_table_has_four_forms(tmp_path: Path) -> None:
     table = comparison_rows([first, other])
     lines = compare.render(table, "markdown").splitlines()
     assert "|  | steps/s | times the first | exposed | sent per step | fidelity |  |" in lines
-    cells = [r"[bold]a\|b", "100.0 ± 0.0", "2.00 (2.00 to 2.00)", "15%", "8.00 kB", "-"]
+    cells = [r"[bold]a\|b", "100.0 ± 0.0", "2.00 (2.00 to 2.00)", "15%", "8 kB", "-"]
     assert f"| {' | '.join([*cells, 'faster, and learns the same'])} |" in lines
     assert "|  | seeds | loss | against the first |" in lines
     assert r"| [bold]a\|b | 1 | 0.5513 | +0 |" in lines
@@ -324,8 +324,8 @@ def test_the_table_has_four_forms(tmp_path: Path) -> None:
         "Speed: over 8 turns, with 95% intervals.",
         "",
         "               steps/s      times the first  exposed  sent per step  fidelity",
-        "first      100.0 ± 0.0  1.00 (1.00 to 1.00)       0%        8.00 kB         -  the first",
-        "[bold]a|b  100.0 ± 0.0  2.00 (2.00 to 2.00)      15%        8.00 kB         -  "
+        "first      100.0 ± 0.0  1.00 (1.00 to 1.00)       0%           8 kB         -  the first",
+        "[bold]a|b  100.0 ± 0.0  2.00 (2.00 to 2.00)      15%           8 kB         -  "
         "faster, and learns the same",
     ]
     assert lines[8:11] == [

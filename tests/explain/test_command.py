@@ -64,7 +64,7 @@ def test_the_text_of_a_plain_pipeline(file: Path, capsys: Out) -> None:
         "  Model         mlp: 6 parameters, 405,610 values, 1.62 MB; no buffers",
         "stages[0]: train for 5 steps, sync: every_step, hooks: [fp16]",
         "                bucket  dtype     values    bytes  sent per rank  parameters",
-        "                     0  float32  366,610  1.47 MB        1.10 MB  5.bias, 5.weight and 2 more",
+        "                     0  float32  366,610  1.47 MB         1.1 MB  5.bias, 5.weight and 2 more",
         "                     1  float32   39,000   156 kB         117 kB  1.bias, 1.weight",
         "                Each bucket: all_reduce of float16 among all 4 ranks (811 kB).",
         "  After a step  Nothing is sent.",
