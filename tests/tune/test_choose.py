@@ -113,7 +113,7 @@ def test_of_equally_fast_ones_the_least_lossy_wins(figures: Figures) -> None:
         ({"cosine": None}, QualityFloors(cosine=0.99), "its cosine was not measured"),
         ({"loss": 1.02}, QualityFloors(loss=0.01), "its loss is +2.0%, the floor +1.0%"),
         ({"loss": float("nan")}, QualityFloors(loss=0.01), "its loss is +nan%"),
-        ({"loss": None}, QualityFloors(loss=0.01), "its loss is not known"),
+        ({"loss": None}, QualityFloors(loss=0.01), "how far its loss is above the file's is not known"),
         (
             {"changes": {"sync": SYNC[0]}},
             QualityFloors(cosine=0.99),

@@ -1,6 +1,5 @@
 """Which candidates are run for real, which of them are out, and which one wins: pure functions of figures."""
 
-import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -89,12 +88,10 @@ class Trial:
 
     @property
     def relative_loss_increase(self) -> float | None:
-        """By which share its loss is above the file's; None: not known."""
-        if self.loss is None or self.baseline_loss is None:
+        """By which share its loss is above the file's; None: not known, as if the file's is 0."""
+        if self.loss is None or not self.baseline_loss:
             return None
-        size = abs(self.baseline_loss)
-        difference = self.loss - self.baseline_loss
-        return difference / size if size else math.copysign(math.inf, difference) if difference else 0.0
+        return (self.loss - self.baseline_loss) / abs(self.baseline_loss)
 
 
 def rejection_reason(trial: Trial, floors: QualityFloors) -> str | None:
@@ -113,7 +110,7 @@ def rejection_reason(trial: Trial, floors: QualityFloors) -> str | None:
     if floors.loss is not None:
         above = trial.relative_loss_increase
         if above is None:
-            return "its loss is not known"
+            return "how far its loss is above the file's is not known"
         if not above <= floors.loss:
             return f"its loss is {above:+.1%}, the floor {floors.loss:+.1%}"
     elif trial.loss_adjusted_speedup(floors) < 1 <= trial.speedup:

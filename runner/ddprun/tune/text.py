@@ -1,6 +1,5 @@
 """What a search says: a table of what was tried, the winner with its reasons and file, the same as JSON."""
 
-import math
 import os
 import textwrap
 import time
@@ -76,7 +75,7 @@ def _rows(outcome: SearchOutcome) -> list[tuple[str, ...]]:
                 "-" if ratio is None else f"{ratio.mean:.2f} ({ratio.low:.2f} to {ratio.high:.2f})",
                 _number(trial.speedup_to_loss, 2),
                 _number(trial.cosine),
-                _number(trial.loss) + ("" if above is None or math.isinf(above) else f" ({above:+.1%})"),
+                _number(trial.loss) + ("" if above is None else f" ({above:+.1%})"),
                 f"out: {out}" if out is not None else trial.verdict,
             )
         )
@@ -262,7 +261,7 @@ def to_json_data(outcome: SearchOutcome, written: str | None) -> dict[str, Any]:
 def _trial_object(trial: choose.Trial | None, outcome: SearchOutcome) -> dict[str, Any] | None:
     if trial is None:
         return None
-    ratio, above = trial.speed_ratio, trial.relative_loss_increase
+    ratio = trial.speed_ratio
     return {
         "step_us": _us(trial.step_s),
         "spread_us": _us(trial.spread_s),
@@ -274,7 +273,7 @@ def _trial_object(trial: choose.Trial | None, outcome: SearchOutcome) -> dict[st
         "times_file_to_loss": trial.speedup_to_loss,
         "cosine": trial.cosine,
         "loss": trial.loss,
-        "loss_above": above if above is not None and math.isfinite(above) else None,
+        "loss_above": trial.relative_loss_increase,
         "out": choose.rejection_reason(trial, outcome.floors),
         "run_dir": str(trial.run_dir),
     }
