@@ -87,10 +87,41 @@ class SearchOutcome:
     folder: Path = Path()
 
     def add_round(self, chosen: Sequence[choose.PredictedCandidate], sides: Sequence[VariantRuns]) -> None:
-        """Take in what came out of a round of these candidates."""
-        (self.baseline_trial, *trials), noise = _judge_round(self.baseline, chosen, sides)
+        """Take in what came out of a round: the runs of the file, of its twin and of these candidates. Raises
+        TuneError if the file failed.
+        """
+        first = sides[0]
+        if not first.completed:
+            log = compare.log_path(first.runs[0])
+            raise TuneError(f"the file as it is failed with exit code {first.runs[0].code}; see {log}")
+        entries = [self.baseline, self.baseline, *chosen]
+        step_times = [_step_time_and_spread(side) for side in sides]
+        for side, entry in zip(sides, entries, strict=True):  # so that candidates with other batches compare
+            share = self.baseline.candidate.samples_per_step / entry.candidate.samples_per_step
+            run = side.runs[0]
+            run.step_s_by_turn = {turn: seconds * share for turn, seconds in run.step_s_by_turn.items()}
+        rows = compare.comparison_rows(sides)
+        samples = int(rows[0]["loss_after_samples"])
+        target_loss = learning.loss_after(first.digests[0].run, int(choose.TARGET_LOSS_SHARE * samples))
+        self.baseline_trial, _, *trials = (
+            choose.Trial(
+                entry=entry,
+                run_dir=side.runs[0].folder,
+                code=side.runs[0].code,
+                verdict=row["verdict"],
+                speed_ratio=compare.speed_ratio(first, side),
+                step_s=step_s,
+                spread_s=spread_s,
+                cosine=row["cosine"],
+                loss=row.get("loss"),  # not there if no variant has one
+                baseline_loss=rows[0].get("loss"),
+                speedup_to_loss=_speedup_to_loss(first, side, target_loss, samples),
+                loss_is_finite=row["learning"] != learning.NOT_FINITE,
+            )
+            for entry, side, row, (step_s, spread_s) in zip(entries, sides, rows, step_times, strict=True)
+        )
         self.trials += trials
-        self.noise_factor = max(self.noise_factor or 1.0, noise or 1.0)
+        self.noise_factor = max(self.noise_factor or 1.0, compare.noise_factor(sides) or 1.0)
 
     @property
     def winning_trial(self) -> choose.Trial | None:
@@ -289,7 +320,12 @@ class Search:
 
     def _run_all(self, chosen: Sequence[Candidate], folder: Path, turn: int, steps: int) -> list[VariantRuns]:
         """Run the file as it is, its twin and candidates in turns, on this host or on its part of several."""
-        variants = _make_round_variants(self._tuned, chosen, turn, steps, self._local_overrides)
+        quiet = (*QUIET, f"timings.fidelity_every={turn}", *self._local_overrides)
+        file = self._tuned.unchanged
+        variants = []
+        for index, candidate in enumerate((file, file, *chosen)):
+            own = (*candidate.loaded.overrides, *short_run_overrides(candidate, self._tuned, steps))
+            variants.append(Variant(candidate.name, candidate.loaded.path, (*own, *quiet), twin=index == 1))
         return compare.run_all(variants, [None], folder, turn, (), self._progress, self._hosts)
 
     def _budget_s(self, runs: int) -> float:
@@ -302,63 +338,6 @@ def why_not_run(hosts: int, links: Links) -> str:
     if hosts > 1:
         return f"the {hosts} hosts do not take part (give --rdzv-endpoint on each)"
     return "the link inside a host is not this host's" if links.within.takes_time else ""
-
-
-# A round: the file as it is, its twin, and candidates, run in turns (`compare/runs.py`).
-
-
-def _make_round_variants(
-    tuned: TunedStage, chosen: Sequence[Candidate], turn: int, steps: int, overrides: Sequence[str]
-) -> list[Variant]:
-    """What runs in a round: the file, its twin, and the candidates; `overrides` are for all."""
-    file = tuned.unchanged
-    quiet = (*QUIET, f"timings.fidelity_every={turn}", *overrides)
-    variants = []
-    for index, candidate in enumerate((file, file, *chosen)):
-        own = (*candidate.loaded.overrides, *short_run_overrides(candidate, tuned, steps))
-        variants.append(Variant(candidate.name, candidate.loaded.path, (*own, *quiet), twin=index == 1))
-    return variants
-
-
-def _judge_round(
-    baseline: choose.PredictedCandidate,
-    chosen: Sequence[choose.PredictedCandidate],
-    sides: Sequence[VariantRuns],
-) -> tuple[list[choose.Trial], float | None]:
-    """The trials of a round, first that of `baseline`, the file as it is, and how much, as a factor, its twin
-    differed. Raises TuneError if the file failed.
-    """
-    first = sides[0]
-    if not first.completed:
-        log = compare.log_path(first.runs[0])
-        raise TuneError(f"the file as it is failed with exit code {first.runs[0].code}; see {log}")
-    entries = [baseline, baseline, *chosen]
-    step_times = [_step_time_and_spread(side) for side in sides]
-    for side, entry in zip(sides, entries, strict=True):  # so that candidates with other batches compare
-        share = baseline.candidate.samples_per_step / entry.candidate.samples_per_step
-        run = side.runs[0]
-        run.step_s_by_turn = {turn: seconds * share for turn, seconds in run.step_s_by_turn.items()}
-    rows = compare.comparison_rows(sides)
-    samples = int(rows[0]["loss_after_samples"])
-    target_loss = learning.loss_after(first.digests[0].run, int(choose.TARGET_LOSS_SHARE * samples))
-    trials = [
-        choose.Trial(
-            entry=entry,
-            run_dir=side.runs[0].folder,
-            code=side.runs[0].code,
-            verdict=row["verdict"],
-            speed_ratio=compare.speed_ratio(first, side),
-            step_s=step_s,
-            spread_s=spread_s,
-            cosine=row["cosine"],
-            loss=row.get("loss"),  # not there if no variant has one
-            baseline_loss=rows[0].get("loss"),
-            speedup_to_loss=_speedup_to_loss(first, side, target_loss, samples),
-            loss_is_finite=row["learning"] != learning.NOT_FINITE,
-        )
-        for entry, side, row, (step_s, spread_s) in zip(entries, sides, rows, step_times, strict=True)
-    ]
-    return [trials[0], *trials[2:]], compare.noise_factor(sides)
 
 
 def steps_per_turn_and_run(
