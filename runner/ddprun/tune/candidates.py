@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from ddprun.config import LoadedPipeline, PipelineError, StepStageSettings, TrainStage, load
 from ddprun.config.resolved import flow_yaml
 from ddprun.explain.model_probe import WorldShape
+from ddprun.tune import TuneError
 from ddprun_hooks.config.options import parse_spec
 
 BUCKET_CAP_KEY = "ddp.bucket_cap_mb"
@@ -57,13 +58,12 @@ class TunedStage:
         return None if candidate.changes and self.steps is not None and steps > self.steps else candidate
 
     def candidate_from_untrusted(self, changes: Mapping[str, Any]) -> "Candidate":
-        """The candidate with changes from another host; raises ValueError if they make none."""
-        if not changes or not set(changes) <= set(self.paths_by_key.values()):
-            raise ValueError(f"changes of {', '.join(changes) or 'nothing'}, which a search does not change")
-        candidate = self.with_changes(changes)
-        if candidate is None or dict(candidate.changes) != dict(changes):
-            raise ValueError("changes that are no candidate of this file")
-        return candidate
+        """The candidate with changes from another host; raises TuneError if they make none."""
+        if set(changes) <= set(self.paths_by_key.values()):
+            candidate = self.with_changes(changes)
+            if candidate is not None and dict(candidate.changes) == dict(changes) != {}:
+                return candidate
+        raise TuneError(f"the first host sent changes that are no candidate of this file: {changes}")
 
     @property
     def unchanged(self) -> "Candidate":

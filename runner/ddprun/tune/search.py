@@ -24,7 +24,6 @@ from ddprun.config import LoadedPipeline, PipelineError
 from ddprun.config.resolved import flow_yaml
 from ddprun.explain.explain import Explanation, explain
 from ddprun.explain.model_probe import ModelProbe, WorldShape
-from ddprun.launch.meeting import HostsError
 from ddprun.predict.costs import CostsUnknownError
 from ddprun.predict.links import Links
 from ddprun.predict.measure import QUIET, cost_models_of_run, distinct_stacks_without_noop, run_measurement
@@ -149,9 +148,9 @@ class Search:
         self._explained = explain(loaded, hosts=request.hosts, ranks_per_host=request.ranks_per_host)
         self._world = self._explained.world
         self._tuned = find_tuned_stage(loaded, {one.index: one.steps for one in self._explained.stages})
-        self._local_overrides = (
-            () if request.ranks_per_host is None else (f"launch.nproc_per_node={request.ranks_per_host}",)
-        )
+        self._local_overrides = list[str]()
+        if request.ranks_per_host is not None:
+            self._local_overrides.append(f"launch.nproc_per_node={request.ranks_per_host}")
         self._links = request.links or Links()
         if hosts is not None and request.links is None:
             self._links = hosts.measure_link(self._explained.probe.device) or Links()
@@ -168,10 +167,7 @@ class Search:
         return self._hosts.follow_first_host(self._take_part)
 
     def _take_part(self, message: HostMessage) -> None:
-        try:
-            chosen = list(map(self._tuned.candidate_from_untrusted, message.candidates))
-        except ValueError as error:
-            raise HostsError(f"the first host sent an invalid message: {error}") from None
+        chosen = list(map(self._tuned.candidate_from_untrusted, message.candidates))
         folder = self._request.runs_folder / message.folder
         self._run_all(chosen, folder, message.turn_steps, message.steps)
 
