@@ -37,7 +37,7 @@ def searched(
     folder: Path, text: str, world: WorldShape = ONE_HOST, **vary: list[Any]
 ) -> tuple[LoadedPipeline, list[Candidate]]:
     tuned = tuned_stage_of(folder, text)
-    tried = {**values_to_try(tuned, world, on_cpu=True), **vary}
+    tried = {**values_to_try(world, on_cpu=True), **vary}
     return tuned.loaded, list(all_combinations(tuned, tried, ("sync", "hooks", "accumulate")))
 
 
@@ -84,7 +84,7 @@ def test_the_batch_stays_unless_it_is_varied(tmp_path: Path) -> None:
 
 
 def test_two_levels_are_tried_where_there_are_two(tmp_path: Path) -> None:
-    """On several hosts, or where the file splits its ranks; shared memory by itself only on one host."""
+    """On several hosts; shared memory by itself only on one host."""
     text = "stages: [train: {steps: 200}]\n"
     by_world = {world: searched(tmp_path, text, world)[1] for world in (ONE_HOST, TWO_HOSTS)}
     for world, found in by_world.items():
@@ -92,10 +92,6 @@ def test_two_levels_are_tried_where_there_are_two(tmp_path: Path) -> None:
         policies = {one.settings.sync.name for one in found}
         assert ("hierarchical" in names) == ("hierarchical_sgd" in policies) == (world.hosts > 1)
         assert ("shared_memory" in names) == (world.hosts == 1)
-    split = "hooks: [{hierarchical: {hosts: 2}}]\nlaunch: {nproc_per_node: 4}\n"
-    _, found = searched(tmp_path, text + split)
-    hosts = {one.settings.hooks[0].options.get("hosts") for one in found if one.settings.hooks}
-    assert hosts == {2, None}
 
 
 def test_a_policy_that_ignores_hooks_is_tried_once(tmp_path: Path) -> None:

@@ -167,18 +167,15 @@ def find_tuned_stage(loaded: LoadedPipeline, steps: Mapping[int, int | None]) ->
     return TunedStage(loaded, stage, steps.get(stage.index), keys)
 
 
-def values_to_try(tuned: TunedStage, world: WorldShape, *, on_cpu: bool) -> dict[str, list[Any]]:
+def values_to_try(world: WorldShape, *, on_cpu: bool) -> dict[str, list[Any]]:
     """The values to try for each of `TUNABLE_KEYS`; the file's own values are tried anyway."""
-    settings = tuned.unchanged.settings
-    found = [hook.options.get("hosts") for hook in settings.hooks if hook.name == "hierarchical"]
-    split = next((one for one in (*found, settings.sync.options.get("hosts")) if one), None)  # of the file
+    several = world.hosts > 1 and world.ranks_per_host > 1
     within: list[Any] = ["shared_memory"] if on_cpu else []
     hooks: list[Any] = list(_CODECS)
     if world.hosts == 1 and on_cpu:
         hooks += [["shared_memory"], ["fp16", "shared_memory"]]
-    if (world.hosts > 1 and world.ranks_per_host > 1) or split is not None:
-        hosts = {} if split is None else {"hosts": split}
-        hooks += [[{"hierarchical": {"within": within, "across": leg, **hosts}}] for leg in _CODECS]
+    if several:
+        hooks += [[{"hierarchical": {"within": within, "across": leg}}] for leg in _CODECS]
     sync: list[Any] = ["every_step", *({"local_sgd": {"every": every}} for every in _PERIODS)]
     sync += [
         {"diloco": {"every": every, "overlap_steps": every // _PERIODS_PER_OVERLAP}}
@@ -187,7 +184,7 @@ def values_to_try(tuned: TunedStage, world: WorldShape, *, on_cpu: bool) -> dict
     sync += [{"diloco": {"every": every, **_SPARSE_OUTER}} for every in _LONG_PERIODS]
     if world.ranks > 2:  # a pair of two ranks is all of them, as in local_sgd
         sync += [{"gossip": {"every": every}} for every in _PERIODS]
-    if world.hosts > 1 and world.ranks_per_host > 1:
+    if several:
         sync += [{"hierarchical_sgd": {"across": every}} for every in _PERIODS]
     return {
         "sync": [one for one in sync if world.ranks > 1 or one == "every_step"],

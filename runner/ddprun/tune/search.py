@@ -189,7 +189,7 @@ class Search:
 
     def _predict_candidates(self) -> SearchOutcome:
         tuned, on_cpu = self._tuned, self._explained.probe.device.type == "cpu"
-        tried = values_to_try(tuned, self._world, on_cpu=on_cpu)
+        tried = values_to_try(self._world, on_cpu=on_cpu)
         tried |= {key: list(values) for key, values in self._request.vary.items()}
         found = list(all_combinations(tuned, tried, ("sync", "hooks", "accumulate")))
         self._cost_model = self._load_or_measure_costs(found)
