@@ -204,25 +204,6 @@ def test_a_winner_that_cannot_be_written_is_told_all_the_same(
     assert "Traceback" not in err
 
 
-def test_an_interrupt_before_the_winner_is_written_leaves_what_was_found(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out
-) -> None:
-    """With the exit code of an interrupt. It comes as Python raises it, at the very moment of writing."""
-    monkeypatch.chdir(folder)
-    hosts = ("--nnodes=2", "--nproc-per-node=2", "--link=100kbit")
-    arguments = ("--set=hooks=[]", *VARY, f"--from={measured(folder)}", *hosts, "--output=late.yaml")
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("ddprun.cli.tune._write_winner", interrupt)
-    assert main(["tune", "p.yaml", *arguments]) == 130
-    out, err = capsys.readouterr()
-    assert "Winner, with lossy hooks: hooks=[{topk: {density: 0.001}}]. By prediction, a step takes " in out
-    assert err.endswith("interrupted before late.yaml was written\n")
-    assert not (folder / "late.yaml").exists()
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -157,9 +157,6 @@ def _search(request: "SearchRequest", output: Path, form: str, hosts: "HostCoord
         except OSError as error:  # what was found is said all the same
             say(secrets.redact(printing.cannot_write(output, error).message))
             code = EXIT_FAILURE
-        except KeyboardInterrupt:
-            say(f"interrupted before {output} was written")
-            code = EXIT_INTERRUPTED
     if form == "json":
         found = outcome_text.to_json_data(outcome, written)
         click.echo(json.dumps(secrets.redact_all(found), indent=2, ensure_ascii=False, allow_nan=False))
