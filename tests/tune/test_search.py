@@ -200,5 +200,5 @@ def test_what_keeps_training_the_same_comes_first(tmp_path: Path) -> None:
     assert headline in " ".join(lines)
     assert winner_file_comment(outcome, "ddprun tune p.yaml")[-2:] == [
         "Changed:",
-        "- sync: {local_sgd: {every: 8}} (was every_step by default)",
+        "- sync: {local_sgd: {every: 8}} (was every_step)",
     ]

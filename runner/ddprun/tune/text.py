@@ -9,7 +9,6 @@ from typing import Any
 
 from ddprun.config import LoadedPipeline, load
 from ddprun.config.resolved import flow_yaml, to_plain_data, written_yaml
-from ddprun.config.tree import find_nearest, parse_path
 from ddprun.run_files import replace_atomically
 from ddprun.tune import choose
 from ddprun.tune.candidates import CANDIDATE_KINDS, Candidate
@@ -181,24 +180,17 @@ def _training_impact_text(candidate: Candidate, trial: choose.Trial | None) -> s
     )
 
 
-def _previous_value_text(outcome: SearchOutcome, key: str) -> str:
-    """What the file says of a key, or what holds where it says nothing."""
-    file = outcome.baseline.candidate
-    found = find_nearest(file.loaded.root, tuple(one for one, _ in parse_path(key)))
-    if not found.missing_path:
-        return f"was {flow_yaml(found.node.data())}"
-    (name,) = [name for name, place in outcome.tuned.paths_by_key.items() if place == key]
-    return f"was {flow_yaml(to_plain_data(file.values[name]))} by default"
-
-
 def winner_file_comment(outcome: SearchOutcome, command: str) -> list[str]:
     """Comment lines for the top of the winner's file."""
     assert outcome.winner is not None
+    changes = outcome.winner.candidate.changes
     origin = f"Written by `{command}` on {time.strftime('%Y-%m-%d')}, for {outcome.world}."
     text = " ".join([origin, *_winner_sentences(outcome, outcome.winner)])
+    old = outcome.baseline.candidate.values
     changed = [
-        f"- {key}: {flow_yaml(value)} ({_previous_value_text(outcome, key)})"
-        for key, value in outcome.winner.candidate.changes.items()
+        f"- {place}: {flow_yaml(changes[place])} (was {flow_yaml(to_plain_data(old[key]))})"
+        for key, place in outcome.tuned.paths_by_key.items()
+        if place in changes
     ]
     return [*textwrap.wrap(text, 98, break_on_hyphens=False), "Changed:", *changed]
 
