@@ -25,6 +25,8 @@ from pathlib import Path
 from subprocess import DEVNULL, Popen, TimeoutExpired
 from typing import Any
 
+import numpy as np
+
 from ddprun import TURNS_VARIABLE
 from ddprun.compare import learning
 from ddprun.compare.hosts import HostCoordinator
@@ -40,8 +42,7 @@ from ddprun.telemetry.records import Summary
 from ddprun.telemetry.writer import nonfinite_to_none
 from ddprun.units import format_bytes, format_count, format_table
 
-_CONFIDENCE = 0.95
-_DRAWS = 2000
+_DRAWS, _INTERVAL = 2000, (0.025, 0.975)  # of the bootstrap: 95% of the draws are inside
 _MIN_TURNS = 6
 _TERMINATION_TIMEOUT_S = 15.0
 _TEXT_WIDTH = 110
@@ -319,19 +320,16 @@ def bootstrap_ratio(pairs: Sequence[tuple[float, float]]) -> SpeedRatio:
     A median over pairs would miss what happens in few of them, such as a synchronisation every hundred steps.
     The interval comes from drawing the pairs anew (bootstrap).
     """
-    draw = random.Random(0)
-    found = sorted(_ratio_of_sums(draw.choices(pairs, k=len(pairs))) for _ in range(_DRAWS))
-    tail = (1 - _CONFIDENCE) / 2
-    return SpeedRatio(_ratio_of_sums(pairs), quantile(found, tail), quantile(found, 1 - tail), len(pairs))
+    draw, times = np.random.default_rng(0), np.array(pairs)
+    first, other = np.array([draw.choice(times, len(times)).sum(0) for _ in range(_DRAWS)]).T
+    low, high = np.quantile(first / other, _INTERVAL)
+    mean = times[:, 0].sum() / times[:, 1].sum()
+    return SpeedRatio(float(mean), float(low), float(high), len(times))
 
 
-def _ratio_of_sums(pairs: Sequence[tuple[float, float]]) -> float:
-    return sum(one for one, _ in pairs) / sum(other for _, other in pairs)
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which such a share of sorted `values` lies."""
-    return values[min(len(values) - 1, round(share * (len(values) - 1)))]
+def half_interquartile_range(values: Sequence[float]) -> float | None:
+    """Half the distance between the quartiles; None if there are no values."""
+    return float(np.ptp(np.quantile(values, (0.25, 0.75)))) / 2 if values else None
 
 
 def noise_factor(sides: Sequence[VariantRuns]) -> float | None:
@@ -396,14 +394,14 @@ def _speed_columns(side: VariantRuns) -> dict[str, Any]:
     times = sum((digest.times for digest in side.digests), StepTimes([]))
     if times.steps_per_s is None:
         return dict.fromkeys(("steps_per_s", "spread", "exposed_share", "wire_bytes_per_step", "cosine"))
-    rates = sorted(1 / seconds for seconds in side.step_s_by_seed_and_turn.values())
+    rates = [1 / seconds for seconds in side.step_s_by_seed_and_turn.values()]
     summaries = [run.summary for run in side.runs if run.summary is not None]
     steps = sum(one.steps for one in summaries)
     curves = [digest.fidelity["cosine"] for digest in side.digests if "cosine" in digest.fidelity]
     cosines = [value for curve in curves for value in curve.means]
     return {
         "steps_per_s": times.steps_per_s,
-        "spread": (quantile(rates, 0.75) - quantile(rates, 0.25)) / 2 if rates else None,
+        "spread": half_interquartile_range(rates),
         "exposed_share": times.exposed_share,
         "wire_bytes_per_step": sum(one.wire_bytes or 0 for one in summaries) / steps if steps else None,
         "cosine": sum(cosines) / len(cosines) if cosines else None,

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from ddprun.compare import learning
@@ -385,7 +386,5 @@ def _speedup_to_loss(
 
 def _step_time_and_spread(side: VariantRuns) -> tuple[float | None, float | None]:
     """The mean time of a step in all turns, and half the distance between the quartiles of turns."""
-    times = sorted(side.step_s_by_seed_and_turn.values())
-    if not times:
-        return None, None
-    return sum(times) / len(times), (compare.quantile(times, 0.75) - compare.quantile(times, 0.25)) / 2
+    times = list(side.step_s_by_seed_and_turn.values())
+    return fmean(times) if times else None, compare.half_interquartile_range(times)
