@@ -164,9 +164,8 @@ def _print_and_write_report(sides: Sequence["VariantRuns"], folder: Path, seeds:
                 file.write(page.encode(errors="replace"))
             say(page_path)
         except OSError as error:
-            say(f"cannot write {page_path}: {error.strerror or error}")
+            say(printing.cannot_write(page_path, error).message)
     failed = [(side, run) for side in sides for run in side.runs if not run.completed]
     for side, run in failed:
-        text = f"ddprun: {side.variant.name} failed with exit code {run.code}; see {comparing.log_path(run)}"
-        click.echo(text, err=True)
+        say(f"{side.variant.name} failed with exit code {run.code}; see {comparing.log_path(run)}")
     return EXIT_FAILURE if failed else EXIT_SUCCESS

@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from ddprun import EXIT_SUCCESS
+from ddprun.cli import printing
 
 _STARTER = """\
 # A pipeline: what is trained, on what, and how the ranks exchange gradients.
@@ -51,7 +52,6 @@ def init(file: Path) -> int:
     except FileExistsError:
         raise click.UsageError(f"{file} already exists; name another file, or remove it") from None
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise click.UsageError(f"{file} cannot be written: {reason}") from None
+        raise printing.cannot_write(file, error) from None
     click.echo(f"wrote {file}; run it with `ddprun {file}`")
     return EXIT_SUCCESS
