@@ -313,6 +313,14 @@ def test_init_overwrites_nothing(tmp_path: Path, capsys: Out) -> None:
     assert path.read_text() == "mine"
 
 
+def test_a_folder_that_is_there_is_not_called_missing(capsys: Out) -> None:
+    """Where no file can be made in it."""
+    assert main(["init", "/proc/x.yaml"]) == 2
+    assert capsys.readouterr().err == "ddprun: cannot write /proc/x.yaml: No such file or directory\n"
+    assert main(["init", "/nowhere/x.yaml"]) == 2
+    assert capsys.readouterr().err == "ddprun: cannot write /nowhere/x.yaml: there is no folder /nowhere\n"
+
+
 def test_the_catalog_has_every_kind(capsys: Out) -> None:
     """All that can be chosen is listed, with options."""
     assert main(["catalog"]) == 0

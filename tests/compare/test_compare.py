@@ -532,7 +532,7 @@ def test_an_interrupt_ends_all_runs(tmp_path: Path) -> None:
         (["--vary", "seed=[0, 1]", "--seeds", "2"], "the runs already differ in their seed"),
         (["--turn", "1"], "1 is not in the range x>=2"),
         (["--output", "full"], "the folder full is not empty"),
-        (["--output", "full/file/out"], "cannot write full/file/out: Not a directory"),
+        (["--output", "full/file/out"], "cannot write full/file/out: there is no folder full/file"),
         (["--set", "stages=[save, {train: {steps: 1}}]", "--output", "full"], "warning: stages[0]: "),
         (
             ["--vary", 'init=[null, "${env:DDPRUN_NOT_SET}.safetensors"]'],
