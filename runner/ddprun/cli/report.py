@@ -63,8 +63,7 @@ def report(
         for run in found if trace else ():
             target = run.folder / "trace.json"
             count = traces.write(run, target, steps=chosen)
-            none = f": none of {steps} has a record" if steps and not count else ""
-            click.echo(f"{target}: {count:,} of {run.last_step:,} steps{none}", err=True)
+            click.echo(f"{target}: {count:,} of {run.last_step:,} steps", err=True)
     except OSError as error:
         raise printing.cannot_write(target, error) from None
     return EXIT_SUCCESS
