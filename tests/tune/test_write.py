@@ -1,7 +1,5 @@
 """The winner's file: the user's own keys with other values."""
 
-import os
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +8,7 @@ import pytest
 from ddprun.cli import main
 from ddprun.config import load
 from ddprun.config.resolved import flow_yaml
-from ddprun.tune.text import overrides_without_secrets, save, tuned_text
+from ddprun.tune.text import overrides_without_secrets, tuned_text
 
 HEAD = """# My pipeline.
 model: {mlp: {inputs: 64, hidden: [32], outputs: 10}}  # small
@@ -97,14 +95,3 @@ def test_overrides_are_written_but_no_secrets(tmp_path: Path, monkeypatch: pytes
     found = tuned_text(loaded, [token], heading)
     assert "hunter2" not in found
     assert found.startswith("# was https://me:[redacted]@host,\n# ${env:LAB_TOKEN} seed: 3 seed: 4\nmodel:\n")
-
-
-def test_a_file_is_no_more_readable_than_the_first(tmp_path: Path) -> None:
-    (tmp_path / "p.yaml").touch(0o600)
-    before = os.umask(0)
-    try:
-        save("text\n", tmp_path / "q.yaml", permissions_from=tmp_path / "p.yaml")
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE((tmp_path / "q.yaml").stat().st_mode) == 0o600
-    assert (tmp_path / "q.yaml").read_text() == "text\n"

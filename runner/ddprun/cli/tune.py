@@ -27,6 +27,7 @@ from ddprun.config.overrides import key_of, parse_alternatives
 from ddprun.config.resolved import flow_yaml
 from ddprun.predict import MeasurementRunError
 from ddprun.predict.links import Links, parse_links
+from ddprun.run_files import replace_atomically
 from ddprun.standard_streams import say
 from ddprun.tune import TuneError
 
@@ -211,16 +212,15 @@ def _check_output(output: Path, loaded: LoadedPipeline) -> None:
 
 
 def _write_winner(outcome: "SearchOutcome", loaded: LoadedPipeline, output: Path) -> str:
-    from ddprun.tune.text import overrides_without_secrets, save, tuned_text, winner_file_comment
+    from ddprun.tune.text import overrides_without_secrets, tuned_text, winner_file_comment
 
     assert outcome.winner is not None
     kept = overrides_without_secrets(loaded)
     settings = (word for text in kept for word in ("--set", text))
     heading = winner_file_comment(outcome, shlex.join(["ddprun", "tune", str(loaded.path), *settings]))
     text = tuned_text(loaded, (*kept, *outcome.winner.candidate.overrides), heading)
-    save(text, output, permissions_from=loaded.path)
+    with replace_atomically(output.parent, output.name) as file:
+        file.write(text.encode())
     if left_out := [key_of(text) for text in loaded.overrides if text not in kept]:
         say(f"not written, because they hold secrets: --set {', '.join(left_out)}; give them again")
-    else:
-        load(output, (), loaded.folder)  # what `ddprun check` says of it
     return str(output)

@@ -1,15 +1,12 @@
 """What a search says: a table of what was tried, the winner with its reasons and file, the same as JSON."""
 
-import os
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from ddprun.config import LoadedPipeline, load
 from ddprun.config.resolved import flow_yaml, to_plain_data, written_yaml
-from ddprun.run_files import replace_atomically
 from ddprun.tune import choose
 from ddprun.tune.candidates import CANDIDATE_KINDS, Candidate
 from ddprun.tune.search import SearchOutcome
@@ -206,13 +203,6 @@ def tuned_text(loaded: LoadedPipeline, overrides: Sequence[str], heading: Sequen
     lines = (" ".join(loaded.secrets.redact(line).split()) for line in heading)
     head = "".join(f"# {line}".rstrip() + "\n" for line in lines)
     return head + written_yaml(load(loaded.path, overrides, loaded.folder).root)
-
-
-def save(text: str, path: Path, permissions_from: Path) -> None:
-    """Write a file whole or not at all; others may read it if they may read `permissions_from`."""
-    with replace_atomically(path.parent, path.name) as file:
-        os.fchmod(file.fileno(), os.stat(permissions_from).st_mode & 0o666)
-        file.write(text.encode())
 
 
 def to_json_data(outcome: SearchOutcome, written: str | None) -> dict[str, Any]:
