@@ -15,11 +15,10 @@ from ddprun.cli import printing
 from ddprun.cli.run import FiniteRange, as_bad_parameter, forecast_options, format_option, override_option
 from ddprun.config import PipelineError, load
 from ddprun.predict import MeasurementRunError
-from ddprun.predict.links import Links, parse_links
+from ddprun.predict.links import parse_links
 from ddprun.standard_streams import say
 
 if TYPE_CHECKING:
-    from ddprun.explain.explain import Explanation
     from ddprun.predict.forecast import StageForecast
 
 _MOST_HOSTS = 1 << 20
@@ -100,9 +99,15 @@ def explain(
     try:
         explained = explaining.explain(loaded, hosts=nnodes, ranks_per_host=nproc_per_node)
         if predicts:
-            predicted, measured = _measure_and_forecast(
-                explained, links, measured_links, measured, cores, sweep or ()
-            )
+            from ddprun.predict import forecast as forecasting
+            from ddprun.predict.measure import cost_models_of_run, run_measurement
+
+            if measured is None:
+                measured = Path("runs") / "explain" / time.strftime("%Y%m%d-%H%M%S")
+                run_measurement(loaded, forecasting.stacks_to_measure(explained), measured)
+                say(f"--from {measured} reuses its results")
+            models = list(cost_models_of_run(measured, measured_links, loaded, cores=cores))
+            predicted = forecasting.forecast(explained, models, links, sweep or ())
     except (PipelineError, InputError, click.ClickException):
         raise
     except Exception as error:
@@ -124,24 +129,3 @@ def explain(
         lines = {index: one.lines() for index, one in predicted.items()}
         click.echo(loaded.secrets.redact(render_text(explained, lines)))
     return EXIT_SUCCESS
-
-
-def _measure_and_forecast(
-    explained: "Explanation",
-    links: Links,
-    measured_links: Links,
-    run_dir: Path | None,
-    cores: float | None,
-    sweep: Sequence[int],
-) -> "tuple[dict[int, StageForecast], Path]":
-    """Measure, or read the run in `run_dir`, and predict; gives the folder of the measured run, too."""
-    from ddprun.predict import forecast as forecasting
-    from ddprun.predict.measure import cost_models_of_run, run_measurement
-
-    if run_dir is None:
-        stacks = forecasting.stacks_to_measure(explained)
-        run_dir = Path("runs") / "explain" / time.strftime("%Y%m%d-%H%M%S")
-        run_measurement(explained.loaded, stacks, run_dir)
-        say(f"--from {run_dir} reuses its results")
-    models = list(cost_models_of_run(run_dir, measured_links, explained.loaded, cores=cores))
-    return forecasting.forecast(explained, models, links, sweep), run_dir
