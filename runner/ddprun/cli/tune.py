@@ -140,7 +140,7 @@ def _search(request: "SearchRequest", output: Path, form: str, hosts: "HostCoord
     try:
         search = Search(request, say, printing.progress(), hosts)
         if hosts is not None and not hosts.is_first:
-            return search.follow_first_host()
+            return hosts.follow_first_host(search.take_part)
         outcome = search.run()
     except KeyboardInterrupt:
         costs = search.costs_run if search is not None else None

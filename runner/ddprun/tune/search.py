@@ -162,12 +162,8 @@ class Search:
         self._run_start_s = 0.0  # how long one run takes to start here
         self._rounds = 0  # so many were run
 
-    def follow_first_host(self) -> int:
-        """Take part in the rounds that the first of several hosts runs; gives the exit code."""
-        assert self._hosts is not None
-        return self._hosts.follow_first_host(self._take_part)
-
-    def _take_part(self, message: HostMessage) -> None:
+    def take_part(self, message: HostMessage) -> None:
+        """Run this host's part of a round that the first of several hosts runs."""
         chosen = list(map(self._tuned.candidate_from_untrusted, message.candidates))
         folder = self._request.runs_folder / message.folder
         self._run_all(chosen, folder, message.turn_steps, message.steps)
