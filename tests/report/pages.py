@@ -75,7 +75,7 @@ def everything(folder: Path) -> Path:
 
 
 def over_steps(charts: dict[str, Any]) -> list[dict[str, Any]]:
-    found = [chart for one in charts.values() for chart in one["choices"].values()]
+    found = [chart for one in charts.values() for chart in one.values()]
     return [chart for chart in found if chart["layout"]["xaxis"]["title"]["text"] == "step"]
 
 

@@ -100,7 +100,7 @@ def test_bars_of_runs_have_one_scale_and_a_table(tmp_path: Path) -> None:
     told = words(text)
     assert "did not take turns" in told
     assert "To try next" not in told
-    charts = [one["choices"][""] for one in charts_in(text).values()]
+    charts = [one[""] for one in charts_in(text).values()]
     (bars,) = [chart for chart in charts if chart["data"][0].get("type") == "bar"]
     names = [f"{tmp_path.name}/{name}" for name in ("even", "late")]
     assert bars["data"][0]["y"] == names
@@ -142,9 +142,9 @@ def test_numbers_are_those_of_the_records(tmp_path: Path) -> None:
     assert (sent.kind, sent.hooks, sent.payloads, sent.wire_bytes) == ("gradient", ("fp16",), 40, 80_000)
     assert len(sent.steps) == stage.sampled_step_count == 10
     assert [(one.step, one.why) for one in found.timelines] == [
-        (10, "the longest wait"),
         (30, "the median step"),
         (50, "the longest"),
+        (10, "the longest wait"),
     ]
     first = found.timelines[0].ranks
     assert [one.start_us for one in first] == [0, 0], "clocks are aligned"
@@ -372,7 +372,7 @@ def test_what_is_sent_twice_in_a_step_has_one_row(tmp_path: Path) -> None:
     for file in (folder / "buckets").iterdir():
         file.write_text("".join(2 * line for line in file.read_text().splitlines(keepends=True)))
     charts = charts_in(page_of(digest_run(Run(folder)))).values()
-    (choices,) = [chart["choices"] for chart in charts if len(chart["choices"]) > 1]
+    (choices,) = [chart for chart in charts if len(chart) > 1]
     for chart in choices.values():
         rows = chart["layout"]["yaxis"]["categoryarray"]
         assert len(set(rows)) == len(rows) == 6

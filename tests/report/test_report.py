@@ -35,7 +35,7 @@ def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
     charts = charts_in(text)
     assert {chart["id"] for chart in page.charts} == set(charts)
     assert all(chart["tabindex"] == "0" and chart["aria-label"] for chart in page.charts)
-    drawn = [one for chart in charts.values() for one in chart["choices"].values()]
+    drawn = [one for chart in charts.values() for one in chart.values()]
     assert all(one["data"] for one in drawn)
     assert len(text) < 2e6
 

@@ -59,14 +59,9 @@ class Figure:
 
     kind: ClassVar[str] = "figure"
     label: str  # what it shows
-    charts: Mapping[str, Chart]  # by the choice that shows it; "" if there is only one
+    charts: Mapping[str, Chart]  # by the choice that shows it, at first the first; "" if there is only one
     log: bool = False
     id: str = ""
-
-    @property
-    def initial_choice(self) -> str:
-        medians = [choice for choice in self.charts if "the median step" in choice]
-        return [*medians, *self.charts][0]
 
 
 Block = Text | Table | Figure

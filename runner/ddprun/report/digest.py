@@ -527,16 +527,14 @@ def _read_fidelity(digest: RunDigest) -> None:
 
 
 def _steps_to_show(recorded: Sequence[int], step_us: _StepMeans, wait_us: _StepMeans) -> dict[int, str]:
-    """The steps whose timeline is shown, and why each: for the last reason, if there are several."""
+    """The steps whose timeline is shown, and why each: for the first reason, if there are several."""
     later = recorded[len(recorded) // 10 :]  # the first steps are slower than all others
     by_length = sorted(later, key=step_us.at_step)
     longest_wait = max(later, key=wait_us.at_step)
-    chosen = {
-        longest_wait: "the longest wait",
-        by_length[-1]: "the longest",
-        by_length[len(later) // 2]: "the median step",
-    }
-    return dict(sorted(chosen.items()))
+    chosen = {by_length[len(later) // 2]: "the median step"}
+    chosen.setdefault(by_length[-1], "the longest")
+    chosen.setdefault(longest_wait, "the longest wait")
+    return chosen
 
 
 def _timelines(run: Run, chosen: Mapping[int, str]) -> Iterator[Timeline]:

@@ -49,7 +49,7 @@ def page(
         undefined=StrictUndefined,
     )
     environment.filters["code"] = _backticks_to_code
-    charts = {figure.id: {"chosen": figure.initial_choice, "choices": figure.charts} for figure in figures}
+    charts = {figure.id: figure.charts for figure in figures}
     return environment.get_template("report.html").render(
         title="ddprun: " + (", ".join(name for name, _ in runs) if len(runs) < 3 else f"{len(runs)} runs"),
         endings=_endings(runs),

@@ -113,8 +113,8 @@
 
   function draw(id) {
     const node = document.getElementById(id);
-    const chart = charts[id];
-    const one = chart.choices[node.dataset.choice || chart.chosen];
+    const choices = charts[id];
+    const one = choices[node.dataset.choice || Object.keys(choices)[0]];
     if (one.height) node.style.setProperty("--height", one.height);
     legend(node, one.data, one.layout.shapes);
     return Plotly.react(node, one.data, fitted(themed(one.layout), node.clientWidth), settings);
@@ -128,7 +128,7 @@
 
   for (const box of document.querySelectorAll("input[data-for]")) {
     box.addEventListener("change", function () {
-      for (const one of Object.values(charts[box.dataset.for].choices)) {
+      for (const one of Object.values(charts[box.dataset.for])) {
         one.layout.yaxis.type = box.checked ? "log" : "linear";
       }
       draw(box.dataset.for);
