@@ -350,11 +350,10 @@ def speed_verdict(first: VariantRuns, other: VariantRuns, noise: float | None) -
     if not first.completed:
         return "the first has failed"
     ratio = speed_ratio(first, other)
-    enough = ratio is not None and ratio.turns >= _MIN_TURNS
+    if ratio is None or ratio.turns < _MIN_TURNS:
+        return "noise: not known yet" if other.variant.twin else learning.TOO_FEW_TURNS
     if other.variant.twin:
-        return f"noise: up to {ratio.max_deviation - 1:.1%}" if ratio and enough else "noise: not known yet"
-    if ratio is None or not enough:
-        return learning.TOO_FEW_TURNS
+        return f"noise: up to {ratio.max_deviation - 1:.1%}"
     least = noise or 1.0
     if ratio.low > 1 and ratio.mean > least:
         return "faster"
