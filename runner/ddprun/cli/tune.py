@@ -138,7 +138,7 @@ def _search(request: "SearchRequest", output: Path, form: str, hosts: "HostCoord
     loaded, secrets = request.loaded, request.loaded.secrets
     search = None
     try:
-        search = Search(request, say, printing.progress(), hosts)
+        search = Search(request, printing.progress(), hosts)
         if hosts is not None and not hosts.is_first:
             return hosts.follow_first_host(search.take_part)
         outcome = search.run()

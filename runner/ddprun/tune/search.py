@@ -29,6 +29,7 @@ from ddprun.predict.costs import CostsUnknownError
 from ddprun.predict.links import Links
 from ddprun.predict.measure import QUIET, cost_models_of_run, distinct_stacks_without_noop, run_measurement
 from ddprun.predict.model import CostModel
+from ddprun.standard_streams import say
 from ddprun.telemetry.reader import NoRunError, Run
 from ddprun.tune import TuneError, choose
 from ddprun.tune.candidates import (
@@ -49,8 +50,6 @@ _DEFAULT_TURN_STEPS = 20  # if no candidate has a longer period
 _MIN_TURNS, _MAX_TURNS = 8, 26  # of each run, the first of which does not count
 _MIN_TURN_STEPS = 2
 _CANDIDATES_WITH_OTHER_CAPS = 8  # the best ones: for these, sizes of buckets are tried
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +137,12 @@ class SearchOutcome:
 
 
 class Search:
-    """One search; `say` takes a line for the user, `progress` what is going on now."""
+    """One search; `progress` takes what is going on now."""
 
     def __init__(
-        self, request: SearchRequest, say: Say, progress: Say, hosts: HostCoordinator | None = None
+        self, request: SearchRequest, progress: Callable[[str], None], hosts: HostCoordinator | None
     ) -> None:
-        self._request, self._say, self._progress, self._hosts = request, say, progress, hosts
+        self._request, self._progress, self._hosts = request, progress, hosts
         self._start_time_s = time.monotonic()
         loaded = request.loaded
         self._explained = explain(loaded, hosts=request.hosts, ranks_per_host=request.ranks_per_host)
@@ -299,9 +298,9 @@ class Search:
         turn, steps = lengths
         self._rounds += 1
         folder = self.folder / f"round-{self._rounds}"
-        self._say(f"round {self._rounds}: {format_count(steps, 'step')} of the file as it is and of")
+        say(f"round {self._rounds}: {format_count(steps, 'step')} of the file as it is and of")
         for one in chosen:
-            self._say(f"  {one.candidate.name}")
+            say(f"  {one.candidate.name}")
         if self._hosts is not None:
             name = f"{self.folder.name}/{folder.name}"
             changes = tuple(dict(one.candidate.changes) for one in chosen)
