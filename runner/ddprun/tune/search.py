@@ -94,7 +94,7 @@ class SearchOutcome:
             log = compare.log_path(first.runs[0])
             raise TuneError(f"the file as it is failed with exit code {first.runs[0].code}; see {log}")
         entries = [self.baseline, self.baseline, *chosen]
-        step_times = [_step_time_and_spread(side) for side in sides]
+        measured = [list(side.step_s_by_seed_and_turn.values()) for side in sides]
         for side, entry in zip(sides, entries, strict=True):  # so that candidates with other batches compare
             share = self.baseline.candidate.samples_per_step / entry.candidate.samples_per_step
             run = side.runs[0]
@@ -109,15 +109,15 @@ class SearchOutcome:
                 code=side.runs[0].code,
                 verdict=row["verdict"],
                 speed_ratio=compare.speed_ratio(first, side),
-                step_s=step_s,
-                spread_s=spread_s,
+                step_s=fmean(step_s) if step_s else None,
+                spread_s=compare.half_interquartile_range(step_s),
                 cosine=row["cosine"],
                 loss=row.get("loss"),  # not there if no variant has one
                 baseline_loss=rows[0].get("loss"),
                 speedup_to_loss=_speedup_to_loss(first, side, target_loss, samples),
                 loss_is_finite=row["learning"] != learning.NOT_FINITE,
             )
-            for entry, side, row, (step_s, spread_s) in zip(entries, sides, rows, step_times, strict=True)
+            for entry, side, row, step_s in zip(entries, sides, rows, measured, strict=True)
         )
         self.trials += trials
         self.noise_factor = max(self.noise_factor or 1.0, compare.noise_factor(sides) or 1.0)
@@ -377,9 +377,3 @@ def _speedup_to_loss(
     if samples_of_first is None:
         return None
     return 0.0 if samples_of_other is None else speed.mean * samples_of_first / samples_of_other
-
-
-def _step_time_and_spread(side: VariantRuns) -> tuple[float | None, float | None]:
-    """The mean time of a step in all turns, and half the distance between the quartiles of turns."""
-    times = list(side.step_s_by_seed_and_turn.values())
-    return fmean(times) if times else None, compare.half_interquartile_range(times)
