@@ -148,7 +148,7 @@ def test_samples_that_are_no_batch_are_told_with_their_place(tmp_path: Path) -> 
     printed = said(tmp_path, "{mlp: {inputs: 4, outputs: 2}}", "at: 20")
     told = (
         'data.train: "mine.Samples": samples do not fit into one batch: sample 16 is (float32 (4,), int), '
-        "sample 20 is (float32 (5,), int); give all samples one shape"
+        "sample 20 is (float32 (5,), int); give all samples the same keys"
     )
     assert told in printed
     assert "Traceback" not in printed

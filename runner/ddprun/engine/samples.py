@@ -93,12 +93,11 @@ def _batch_error(samples: Sequence[Any], numbers: Sequence[int], error: Exceptio
     other = next((index for index, shape in enumerate(shown) if shape != shown[0]), None)
     first = f"sample {numbers[0]} is {shown[0]}"
     if other is not None:
-        allowed = "give all samples the same keys, and values of the same types, in the data set"
-        if describe_sample(samples[other], shapes=False) == describe_sample(samples[0], shapes=False):
-            allowed = "give all samples one shape (resize, crop or pad them in the data set), or write "
-            allowed += "loader: {batch_size: 1}"
-        problem = f"samples do not fit into one batch: {first}, sample {numbers[other]} is {shown[other]}"
-        return BatchError(problem, allowed)
+        return BatchError(
+            f"samples do not fit into one batch: {first}, sample {numbers[other]} is {shown[other]}",
+            "give all samples the same keys, types and shapes (resize, crop or pad them in the data set), or "
+            "write loader: {batch_size: 1}",
+        )
     why, *_ = str(error).strip().splitlines() or [type(error).__name__]
     return BatchError(
         f"samples do not fit into one batch: {first}; {why}",
@@ -119,23 +118,18 @@ def describe_tensor(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
-def describe_sample(sample: Any, *, shapes: bool = True) -> str:
-    """What a sample or a batch is made of, with the types and shapes of its tensors. Without `shapes`, all
-    tensors read alike, as do all arrays, and lists of the same kinds of items.
-    """
+def describe_sample(sample: Any) -> str:
+    """What a sample or a batch is made of, with the types and shapes of its tensors."""
     if isinstance(sample, Tensor):
-        return describe_tensor(sample) if shapes else "a tensor"
+        return describe_tensor(sample)
     if isinstance(sample, np.ndarray):
-        return f"an array {sample.shape}" if shapes else "an array"
+        return f"an array {sample.shape}"
     if isinstance(sample, Mapping):
-        items = [f"{key}: {describe_sample(value, shapes=shapes)}" for key, value in sample.items()]
-        return "{" + ", ".join(items) + "}"
+        return "{" + ", ".join(f"{key}: {describe_sample(value)}" for key, value in sample.items()) + "}"
     if isinstance(sample, tuple | list):
-        if isinstance(sample, list) and not shapes:
-            return f"a list of {', '.join(sorted({describe_sample(item, shapes=False) for item in sample}))}"
         if len(sample) > _MOST_ITEMS_SHOWN:
             return f"a {type(sample).__name__} of {len(sample)}"
-        shown = ", ".join(describe_sample(item, shapes=shapes) for item in sample)
+        shown = ", ".join(map(describe_sample, sample))
         return f"[{shown}]" if isinstance(sample, list) else f"({shown})"
     return torch.typename(type(sample))
 
