@@ -306,8 +306,16 @@ class Resampled(Ids):
 def test_data_of_another_length_in_an_epoch_is_refused(number: int, size: int) -> None:
     """Samples would be left out, or weighted by a total of before."""
     steps = feed(Resampled(number, size), 0, 2).steps(1, epochs=2)
-    with pytest.raises(ValueError, match=f"has {size} samples in epoch {number + 1}, but 24 before; keep"):
+    with pytest.raises(ValueError, match=f"are {size} samples in epoch {number + 1}, but 24 before; keep"):
         list(steps)
+
+
+def test_a_sampler_of_another_length_in_an_epoch_is_refused() -> None:
+    """As the data itself."""
+    source = feed(Ids(24), 0, 2)
+    source.sampler_order = lambda epoch: list(range(24 - 8 * epoch))
+    with pytest.raises(ValueError, match="are 16 samples in epoch 2, but 24 before; keep"):
+        list(source.steps(1, epochs=2))
 
 
 def test_an_epochs_stage_starts_a_new_epoch() -> None:

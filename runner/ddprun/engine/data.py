@@ -271,8 +271,10 @@ class Feed:
     def _epoch_steps(self, accumulate: int, ranks: Sequence[int]) -> Iterator[StepBatches]:
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.epoch)
-        if not self.iterable and self.sampler_order is None:
-            self._check_same_length("the data set has", len(self.dataset), "samples")
+        if not self.iterable and (length := self._own_epoch_samples()) != (usual := self._lengths[self.rank]):
+            problem = f"there are {length} samples in epoch {self.epoch + 1}, but {usual} before"
+            allowed = "keep the length of the data set, or of its sampler, the same in each epoch"
+            raise self.make_error(problem, allowed)
         make_steps = self._sharded_iterable_steps if self.sharded else self._iterable_steps
         if not self.iterable:
             self._first_samples = None  # not needed any more
@@ -338,20 +340,12 @@ class Feed:
     def _make_order(self) -> list[int]:
         if self.sampler_order is not None:
             with SeparateRng(self.seed + self.epoch)():
-                indices = self.sampler_order(self.epoch)
-            self._check_same_length("loader.sampler yields", len(indices), "indices")
-            return indices
+                return self.sampler_order(self.epoch)
         size = len(self.dataset)
         if not self.shuffle:
             return list(range(size))
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         return torch.randperm(size, generator=generator).tolist()
-
-    def _check_same_length(self, subject: str, length: int, what: str) -> None:
-        before = self._lengths[self.rank] if self._lengths else length
-        if length != before:
-            problem = f"{subject} {length} {what} in epoch {self.epoch + 1}, but {before} before"
-            raise self.make_error(problem, "keep their number the same in each epoch")
 
     def _rank_indices(self, order: list[int], start: int, size: int) -> Sequence[int]:
         return self._share.of(self._indices_read(order, start, size))
