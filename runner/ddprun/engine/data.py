@@ -399,31 +399,24 @@ class Feed:
     # Iterable and sharded: no rank knows how many samples another one has left, so they exchange it.
 
     def _sharded_iterable_steps(self, accumulate: int, ranks: Sequence[int]) -> Iterator[StepBatches]:
+        assert self._control is not None, "ranks compare their data before step 1"
         batches = self._rank_share_batches()
+        least = self.batch_size * self.world_size if self.drop_last else 1
         while True:
             read = [batch for (batch,), _ in islice(batches, accumulate)]
             mine = [(batch_or_raise(content, self.make_error), samples) for content, samples in read]
             mine += [(None, 0)] * (accumulate - len(mine))
-            counts = [[samples for _, samples in mine]]  # of every rank
-            if self._control is not None:
-                gathered = self._control.all_gather(list(map(float, counts[0])), "samples of every rank")
-                counts = [[int(one) for one in row] for row in gathered.tolist()]
-            totals = [sum(column) for column in zip(*counts, strict=True)]
-            if self.drop_last:
-                totals = [total if total == self.batch_size * self.world_size else 0 for total in totals]
-            micro_batch_count = sum(1 for total in totals if total)
-            if not micro_batch_count:
+            of_ranks = self._control.all_gather([samples for _, samples in mine], "samples of every rank")
+            used = int((of_ranks.sum(0) >= least).sum())  # of the micro-batches
+            if not used:
                 return
-            with_samples = zip(mine[:micro_batch_count], zip(*counts, strict=True), strict=False)
+            of_ranks = of_ranks[:, :used].int()
             group = [
-                MicroBatch(self.first_batch(max(column)) if content is None else content, samples, samples)
-                for (content, samples), column in with_samples
+                MicroBatch(self.first_batch(largest) if content is None else content, samples, samples)
+                for (content, samples), largest in zip(mine, of_ranks.amax(0).tolist(), strict=False)
             ]
-            self._consumed_samples += micro_batch_count * self.batch_size * self.world_size
-            total = sum(totals)
-            if len(ranks) != self.world_size:
-                total = sum(sum(counts[rank][:micro_batch_count]) for rank in ranks)
-            yield self._step(group, micro_batch_count, total, ranks)
+            self._consumed_samples += used * self.batch_size * self.world_size
+            yield self._step(group, used, int(of_ranks[list(ranks)].sum()), ranks)
 
     def _rank_share_batches(self) -> Iterator[Any]:
         """This rank's share of what is left of the epoch, as `RankShareDataset` gives it."""
