@@ -169,9 +169,7 @@ class Feed:
         """Have each rank take so many samples of a full micro-batch, from the next step on; none: as many
         each. `local_batch`: a micro-batch is a round, and each rank's share of it are batches of this size.
         """
-        share = replace(self._share, shares=tuple(shares), local_batch=local_batch)
-        if share != self._share:
-            self._share = share
+        self._share = replace(self._share, shares=tuple(shares), local_batch=local_batch)
         in_round = local_batch is not None
         self._sizes = [sum(shares)] if in_round else global_micro_batch_sizes(self.loader, self.world_size)
         self._least = self.loader.global_batch or local_batch or self._sizes[0]  # `drop_last` drops less
@@ -280,11 +278,11 @@ class Feed:
             self._first_samples = None  # not needed any more
             make_steps = self._map_style_steps
         share = None
-        while share is not self._share:  # other shares: load anew from where the feed is
+        while share != self._share:  # other shares: load anew from where the feed is
             share = self._share
             for step in make_steps(accumulate, ranks):
                 yield step
-                if share is not self._share:
+                if share != self._share:
                     break
 
     def _micro_batch(self, content: Any, own: int) -> MicroBatch:
