@@ -124,7 +124,8 @@ class Feed:
         """
         self._control = control
         if self.iterable:
-            first_digest = self._peek_and_digest_samples()
+            self._read_first_samples()
+            first_digest = self._digest_of_ahead
         else:
             with SeparateRng(self.seed)():
                 first_digest = digest_of([self.dataset[self._epoch_indices()[0]]])
@@ -153,7 +154,7 @@ class Feed:
     def begins_anew(self) -> bool:
         """Whether an iterable dataset, read again under the same seed, yields the same first sample."""
         with SeparateRng(self.seed + self.epoch)():
-            return digest_of(islice(iter(self.dataset), 1)) == self._stream.first_digest
+            return digest_of(islice(iter(self.dataset), 1)) == self._digest_of_first
 
     @property
     def next_epoch(self) -> int:
@@ -215,29 +216,29 @@ class Feed:
 
     def first_batch(self, max_samples: int | None = None) -> Any:
         """A batch of the coming epoch, to learn shapes from; the epoch still begins with its samples."""
-        if self._first_samples is None and self.iterable:
-            self._peek_and_digest_samples()
-        elif self._first_samples is None:
-            order = self._epoch_indices()
-            indices = self._rank_indices(order, 0, self._sizes[0]) or order[:1]
-            self._first_samples = [self.dataset[index] for index in indices], indices
-        assert self._first_samples is not None
-        samples, numbers = self._first_samples
+        samples, numbers = self._read_first_samples()
         content = collate(samples[:max_samples], numbers[:max_samples], self.collate)
         return batch_or_raise(content, self.make_error)
 
-    def _peek_and_digest_samples(self) -> bytes:
-        """Read an iterable dataset's first samples; gives their digest."""
-        rng = SeparateRng(self.seed + self.epoch)  # ranks compare what they read
-        count = self._sizes[0] // (self.world_size if self.sharded else 1)
-        then = self._stream_rng() if self.sharded else rng
-        digest, ahead = self._stream.peek(self.epoch, count, rng, then)
-        mine = self._share.of(ahead)
-        if not mine:
-            problem = f"the dataset yields too few samples for {self.world_size} ranks"
-            raise self.make_error(problem, _FEWER_RANKS)
-        self._first_samples = mine, self._share.of(range(len(ahead)))
-        return digest
+    def _read_first_samples(self) -> tuple[Sequence[Any], Sequence[int]]:
+        """This rank's first samples and their numbers; those of an iterable dataset are read once."""
+        if self._first_samples is not None:
+            return self._first_samples
+        if self.iterable:
+            rng = SeparateRng(self.seed + self.epoch)  # ranks compare what they read
+            count = self._sizes[0] // (self.world_size if self.sharded else 1)
+            then = self._stream_rng() if self.sharded else rng
+            ahead = self._stream.peek(self.epoch, count, rng, then)
+            self._digest_of_first, self._digest_of_ahead = digest_of(ahead[:1]), digest_of(ahead)
+            if not (mine := self._share.of(ahead)):
+                problem = f"the dataset yields too few samples for {self.world_size} ranks"
+                raise self.make_error(problem, _FEWER_RANKS)
+            self._first_samples = mine, self._share.of(range(len(ahead)))
+        else:
+            order = self._epoch_indices()
+            indices = self._rank_indices(order, 0, self._sizes[0]) or order[:1]
+            self._first_samples = [self.dataset[index] for index in indices], indices
+        return self._first_samples
 
     def skip_rest_of_epoch(self) -> None:
         """Go to the start of an epoch: a begun one is left where it is."""

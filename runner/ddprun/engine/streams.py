@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as loading_process
 
-from ddprun.engine.samples import Collate, SampleShard, collate, digest_of
+from ddprun.engine.samples import Collate, SampleShard, collate
 from ddprun.engine.seeding import SeparateRng, seed_for_batch
 
 
@@ -26,7 +26,6 @@ class PeekableStream:
         self._iterator: Iterator[Any] | None = None
         self._peeked: deque[Any] = deque()
         self.rng = rng  # what it draws from in the epoch that is read
-        self.first_digest = b""  # of the first sample that was read ahead
         self._epoch: int | None = None  # which is read, or was read ahead; None: none yet
         self._yielded_samples = 0  # samples of it
 
@@ -35,20 +34,15 @@ class PeekableStream:
         """Whether the dataset is its own iterator."""
         return self._iterator is self._dataset
 
-    def peek(self, epoch: int, count: int, rng: SeparateRng, then: SeparateRng) -> tuple[bytes, list[Any]]:
-        """Read the first samples, which are handed out again when this epoch begins; and their digest. They
+    def peek(self, epoch: int, count: int, rng: SeparateRng, then: SeparateRng) -> list[Any]:
+        """Read the first samples, before all else; they are handed out again when this epoch begins. They
         draw from `rng`, and what is read after them draws from `then`.
         """
-        if self._peeked and self._epoch == epoch:
-            ahead = list(islice(self._peeked, count))
-            return digest_of(ahead), ahead
         with rng():
-            iterator = iter(self._dataset)
-            ahead = list(islice(iterator, count))
-        self.first_digest = digest_of(ahead[:1])
-        if self._iterator is None:
-            self._iterator, self._peeked, self._epoch, self.rng = iterator, deque(ahead), epoch, then
-        return digest_of(ahead), ahead
+            self._iterator = iter(self._dataset)
+            ahead = list(islice(self._iterator, count))
+        self._peeked, self._epoch, self.rng = deque(ahead), epoch, then
+        return ahead
 
     def resume(self, epoch: int, skip: int, rng: SeparateRng) -> tuple[Iterator[Any], int]:
         """The samples of an epoch in this process, of which the first `skip` are not wanted; and how many of
