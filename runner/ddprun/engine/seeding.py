@@ -112,12 +112,9 @@ class RepeatableRng:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        before = _torch_states(self._device)
-        _restore_torch(self._start, self._device)
-        try:
+        with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
+            _restore_torch(self._start, self._device)
             yield
-        finally:
-            _restore_torch(before, self._device)
 
 
 @contextmanager
