@@ -35,6 +35,7 @@ from ddprun.units import abbreviated_list, format_count
 from ddprun_hooks import Hook
 from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.comm.trace import BucketTrace
+from ddprun_hooks.errors import format_ranks
 from ddprun_hooks.payload import Finding
 
 _MOST_RANKS_SHOWN = 8
@@ -99,12 +100,11 @@ class Reporter:
 
     def note_incomplete_records(self, failures: Mapping[int, str | None]) -> str | None:
         """Say of which ranks records could not be written, given why by rank; gives the first reason."""
-        incomplete = [(rank, why) for rank, why in failures.items() if why]
+        incomplete = [rank for rank, why in failures.items() if why]
         if not incomplete:
             return None
-        (rank, why), *others = incomplete
-        more = f" (and of {len(others)} more)" if others else ""
-        self.note(f"the records of rank {rank}{more} are incomplete: {why}")
+        why = failures[incomplete[0]]
+        self.note(f"the records of {format_ranks(incomplete)} are incomplete: {why}")
         return why
 
     def close_trackers(self, summary: Summary) -> None:
