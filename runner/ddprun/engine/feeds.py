@@ -53,22 +53,15 @@ class Feeds:
 
 
 def open_training_feeds(
-    loaded: LoadedPipeline,
-    dataset: Any,
-    *,
-    rank: int,
-    world_size: int,
-    pin: bool = False,
-    workers: int | None = None,
+    loaded: LoadedPipeline, dataset: Any, *, rank: int, world_size: int, pin: bool = False
 ) -> Feeds:
-    """The training data, `dataset`, and that of stages which name some; `workers`: not those of the file."""
+    """The training data, `dataset`, and that of stages which name some."""
     pipeline = loaded.pipeline
-    loader = pipeline.loader if workers is None else pipeline.loader.model_copy(update={"workers": workers})
 
     def open_feed(dataset: Any, path: str, choice: Choice) -> Feed:
         return Feed(
             dataset,
-            loader,
+            pipeline.loader,
             seed=pipeline.seed,
             rank=rank,
             world_size=world_size,

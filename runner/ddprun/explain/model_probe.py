@@ -148,7 +148,7 @@ def probe_model(loaded: LoadedPipeline, world: WorldShape) -> ModelProbe:
     seeding.seed_everything(pipeline.seed)
     model = build.place_model(loaded, build.build_model(loaded), device, precision.parameter_dtype)
     data, _ = build.build_data(loaded)
-    feeds = open_training_feeds(loaded, data, rank=0, world_size=world.ranks, workers=0)
+    feeds = open_training_feeds(loaded, data, rank=0, world_size=world.ranks)
     check_epoch_ends(loaded, feeds)
     check_warmups(loaded, feeds)
     loss = build.build_loss(loaded)
