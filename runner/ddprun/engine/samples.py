@@ -63,12 +63,12 @@ def deal(shares: tuple[int, ...]) -> list[list[int]]:
     return positions
 
 
-class BatchError(Exception):
+@dataclass(frozen=True, slots=True)
+class BatchError:
     """Samples that cannot become one batch: which and what they are, and what can be done."""
 
-    def __init__(self, problem: str, allowed: str) -> None:
-        super().__init__(problem, allowed)
-        self.problem, self.allowed = problem, allowed
+    problem: str
+    allowed: str
 
 
 Collate = Callable[[list[Any]], Any]  # makes a batch of samples, of which there is one at least
@@ -77,8 +77,8 @@ Collate = Callable[[list[Any]], Any]  # makes a batch of samples, of which there
 def collate(samples: Sequence[Any], numbers: Sequence[int], custom_collate: Collate | None = None) -> Any:
     """A batch of one sample or more, by torch's `default_collate` or the pipeline's own function.
 
-    `numbers` are the samples' indices, or positions in an iterable dataset. A `BatchError` is returned: one
-    that is raised in a loading process reaches the training process as text.
+    `numbers` are the samples' indices, or positions in an iterable dataset. A `BatchError` is returned: what
+    a loading process raises reaches the training process as text.
     """
     if custom_collate is not None:
         return custom_collate(list(samples))
@@ -107,7 +107,7 @@ def _batch_error(samples: Sequence[Any], numbers: Sequence[int], error: Exceptio
 
 
 def batch_or_raise(content: Any, make_error: Callable[[str, str | None], Exception]) -> Any:
-    """What `collate` gives; a BatchError is raised as the error that `make_error` makes of it."""
+    """What `collate` gives; raises the error that `make_error` makes of a BatchError."""
     if isinstance(content, BatchError):
         raise make_error(content.problem, content.allowed)
     return content
