@@ -306,7 +306,7 @@ def test_changing_shares_are_one_process_with_the_whole_batch(tmp_path: Path, ac
 def test_a_global_batch_is_one_process_with_that_batch(tmp_path: Path, balance: str) -> None:
     """In fp64: 100 samples a step in three micro-steps of 34, 33 and 33, which three ranks share."""
     (tmp_path / "nets.py").write_text(NETS)
-    batch = f"14, global_batch: 100, max_share: 2.5, balance: {balance}"
+    batch = f"14, global_batch: 100, balance: {balance}"
     done = run_pipeline(tmp_path, FP64.format(batch=batch, accumulate=1, steps=60), 3)
     for name, value in one_process(tmp_path, 100, 60).items():
         assert torch.allclose(weights(done)[name], value, rtol=0, atol=1e-12), name
@@ -506,7 +506,6 @@ REPLAY = "balance: {replay: before}"
         ),
         ("balance: {replay: other}", [], "other is not the folder of a run: it does not exist"),
         ("balance: {node9: 3}", [], 'no rank is on a host "node9"; the hosts are '),
-        ('balance: {"0": 9}, max_share: 1.5', [], "15 samples of a micro-batch, and max_share allows 12"),
     ],
 )
 def test_shares_that_do_not_fit_the_run_are_refused(

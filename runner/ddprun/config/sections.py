@@ -164,7 +164,7 @@ class Loader(Options):
     or ranks has fixed weights, `{replay: folder}` takes those of an earlier run. null is equal shares."""
 
     max_share: Annotated[float, Field(ge=1)] = 2.0
-    """The most samples of a rank in a micro-batch, as a multiple of `batch_size`."""
+    """With `balance: speed`, the most samples of a rank in a micro-batch, as a multiple of `batch_size`."""
 
     sharded: bool = False
     """The data set gives each rank samples of its own, and is used as it is."""

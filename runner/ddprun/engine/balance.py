@@ -253,10 +253,6 @@ def _open_balance(
         if not replayed:
             return Balance()
         shares = replayed[min(replayed)]
-    if is_fixed and max(shares) > most:
-        text = f"rank {shares.index(max(shares))} would have {max(shares)} samples of a micro-batch, and "
-        text += f"max_share allows {most}: {loader.max_share:g} x batch_size {loader.batch_size}"
-        raise loaded.error("loader.max_share", text, "raise max_share, or choose other weights")
     return Balance(
         shares,
         speeds=weights if is_fixed else (),

@@ -341,8 +341,8 @@ def _shares_of_a_batch(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for key, text in named.items() if loader.sharded else ():
         text += ' clashes with "sharded: true": each rank has samples of its own'
         yield KeyConflict(f"loader.{key}", text, "remove one of the two")
-    if loader.balance is None and loader.max_share != Loader().max_share:
-        text = '"max_share" has no effect without "balance": shares are equal'
+    if loader.balance != "speed" and loader.max_share != Loader().max_share:
+        text = '"max_share" has no effect without "balance: speed": it limits the shares that are measured'
         yield warning("loader.max_share", text, "remove it")
     for stage, settings in pipeline.stages_and_settings():
         sync = setting_text(stage, "sync", settings.sync)
