@@ -126,13 +126,12 @@ class Feed:
         if self.iterable:
             self._read_first_samples()
             first_digest = self._digest_of_ahead
+            if self._workers and self._stream.one_shot and not self.begins_anew():
+                problem = "the data set is its own iterator, which loading processes cannot share"
+                raise self.make_error(problem, "write loader: {workers: 0}, or have its __iter__ start over")
         else:
             with SeparateRng(self.seed)():
                 first_digest = digest_of([self.dataset[self._epoch_indices()[0]]])
-        if self.iterable and self._workers and self._stream.one_shot and not self.begins_anew():
-            problem = "the data set is its own iterator, which loading processes cannot share"
-            raise self.make_error(problem, "write loader: {workers: 0}, or have its __iter__ start over")
-        if not self.iterable:
             if self.sampler_order is not None and not self.sharded:
                 # Each takes its share of one and the same order.
                 own = digest_of([torch.tensor(self._epoch_indices())])
@@ -164,7 +163,8 @@ class Feed:
     @property
     def mid_epoch(self) -> bool:
         """Whether an epoch of map-style data has begun and is not used up."""
-        return not self.iterable and self._consumed_samples > 0 and self._samples_left() > 0
+        consumed = self._consumed_samples
+        return not self.iterable and consumed > 0 and self._samples_left(consumed) > 0
 
     def set_shares(self, shares: Sequence[int], local_batch: int | None = None) -> None:
         """Have each rank take so many samples of a full micro-batch, from the next step on; none: as many
@@ -175,11 +175,12 @@ class Feed:
         self._sizes = [sum(shares)] if in_round else global_micro_batch_sizes(self.loader, self.world_size)
         self._least = self.loader.global_batch or local_batch or self._sizes[0]  # `drop_last` drops less
 
-    def _samples_left(self, consumed: int | None = None) -> int:
-        """Samples that the epoch still uses after `consumed`, or from here; 0 if the data became shorter."""
-        consumed = self._consumed_samples if consumed is None else consumed
+    def _samples_left(self, consumed: int, least: int | None = None) -> int:
+        """Samples that the epoch still uses after `consumed`; 0 if the data became shorter. `drop_last` drops
+        fewer than `least`; None: than a step as it is now.
+        """
         left = max(0, self._nominal_epoch_samples - consumed)
-        return left - left % self._least if self.drop_last else left
+        return left - left % (least or self._least) if self.drop_last else left
 
     @property
     def _nominal_epoch_samples(self) -> int:
@@ -195,10 +196,8 @@ class Feed:
         return None if self.iterable else self._steps_after(0, accumulate)
 
     def _steps_after(self, consumed: int, accumulate: int) -> int:
-        sizes = global_micro_batch_sizes(self.loader, self.world_size)
-        left = max(0, self._nominal_epoch_samples - consumed)
-        left -= left % (self.loader.global_batch or sizes[0]) if self.drop_last else 0
-        return -(-left // (sum(sizes) * accumulate))
+        full = self.loader.global_batch or self.batch_size * self.world_size
+        return -(-self._samples_left(consumed, full) // (full * accumulate))
 
     def steps_left(self, accumulate: int, epochs: int) -> int | None:
         """Optimizer steps from here to the end of so many epochs, the current one included."""
@@ -298,9 +297,9 @@ class Feed:
     # Map-style: the whole epoch is arithmetic, so a step's total is known before a sample is loaded.
 
     def _map_style_steps(self, accumulate: int, ranks: Sequence[int]) -> Iterator[StepBatches]:
-        if not self._samples_left():
+        if not self._samples_left(consumed := self._consumed_samples):
             return
-        order, consumed = self._epoch_indices(), self._consumed_samples
+        order = self._epoch_indices()
 
         def indices_of_batches() -> Iterator[tuple[Sequence[int], int, int]]:
             for start, size in chain.from_iterable(self._plan_steps(consumed, accumulate)):
