@@ -25,7 +25,6 @@ end_stage                 if the stage is complete: make ranks equal, evaluate_i
 ```
 """
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -333,9 +332,9 @@ def forward_step(update: UpdateFunction | None, run: StageRun, batches: StepBatc
         closure()
     elif micro.effective_weight:  # without samples there is no loss to update by
         update(model, closure)
-    mean = torch.stack(losses).mean() if losses else torch.tensor(math.nan)
-    samples, effective_weight = (micro.samples, micro.effective_weight) if losses else (0, 0)
-    recorder.note_loss(mean, samples, effective_weight, mean_values_over_calls(session, values))
+    if losses:
+        mean, means = torch.stack(losses).mean(), mean_values_over_calls(session, values)
+        recorder.note_loss(mean, micro.samples, micro.effective_weight, means)
     recorder.lap("forward_us")
     if update is None:
         return
