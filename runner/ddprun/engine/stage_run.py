@@ -139,7 +139,6 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     saved, state.resume_state = state.resume_state, None
     balance = runtime.balances[settings.plan.round]
     balance.begin_stage(state.step, resumed=saved is not None)
-    feed.set_shares(balance.shares, balance.local_batch)  # its length may depend on them
     if saved is None:
         if settings.epochs is not None:
             feed.skip_rest_of_epoch()
