@@ -194,7 +194,7 @@ def ended(folder: Path, text: str, ranks: int) -> tuple[int, str]:
         ("forward: {steps: 2}", "false", 2, 'at the end of stages[0].forward TEXT"scale" differs on rank 1;'),
         (
             "train: {steps: 6, sync: {hierarchical_sgd: {across: 4, hosts: 2}}}",
-            *("false", 4, 'after step 1 of stages[0].train TEXT"scale" differs on rank 1, 3;'),
+            *("false", 4, 'after step 1 of stages[0].train TEXT"scale" differs on ranks 1, 3;'),
         ),
     ],
 )

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from ddprun.engine.session import Session
 from ddprun.sync.audit import audit
-from ddprun_hooks.errors import DisagreementError
+from ddprun_hooks.errors import DisagreementError, format_ranks
 
 _CAUSES = (
     "Something changes weights on one rank only: a forward pass that sets them from its data (set them in "
@@ -59,13 +59,13 @@ def audit_parameters(
     if not drifted:
         reporter.report_audit(result, step, at_end=at_end)
         return
-    names, ranks_text = result.differing, ", ".join(map(str, result.odd_ranks))
+    names = result.differing
     kind, causes = ("buffers", _CAUSE_OF_BUFFERS) if names[0] in buffers else ("parameters", _CAUSES)
     alike = [name for name in names if (name in buffers) == (kind == "buffers")]
     more = f" and {len(alike) - 1} more {kind} differ" if len(alike) > 1 else " differs"
     text = (
         f"{where} the ranks hold different {kind}, which the sync policy does not allow: "
-        f'"{names[0]}"{more} on rank {ranks_text}; the largest difference is '
+        f'"{names[0]}"{more} on {format_ranks(result.odd_ranks)}; the largest difference is '
         f'{result.largest_distance:.3g}, in "{result.farthest}". {causes}'
     )
     if wanted.on_drift == "stop":
