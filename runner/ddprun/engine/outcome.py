@@ -53,9 +53,7 @@ def finish_run(session: Session, status: Status) -> list[str]:
         if summary.error is not None:
             reporter.note(f"ddprun: the run failed ({reporter.location}): {summary.error['message']}")
         if unwritten:
-            ended = {"done": "is done", "interrupted": "has stopped", "failed": "has failed"}[status]
-            lacking = "; ".join(unwritten)
-            standard_streams.say(f"the run {ended}, but not all of it could be written: {lacking}")
+            standard_streams.say(f"not all of the run could be written: {'; '.join(unwritten)}")
         elif status == "interrupted" and runtime.loaded.pipeline.checkpoint.keep:
             reporter.note(f"to resume: {resume_command(runtime.shown_dir)}")
         standard_streams.print_stdout(str(runtime.shown_dir))
