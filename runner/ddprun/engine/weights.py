@@ -56,7 +56,7 @@ def load_weights(loaded: LoadedPipeline, model: nn.Module) -> None:
         file_tensors = {name.removeprefix(_DDP_PREFIX): value for name, value in file_tensors.items()}
     in_file = {name: list(value.shape) for name, value in file_tensors.items()}
     in_model = {name: list(value.shape) for name, value in model_tensors.items()}
-    fitting = [name for name, shape in in_model.items() if in_file.get(name) == shape]
+    fitting = {name for name, shape in in_model.items() if in_file.get(name) == shape}
     # Of weights that are tied, a file has one name.
     covered = {model_tensors[name].data_ptr() for name in fitting if model_tensors[name].numel()}
     lacking = [
@@ -118,11 +118,11 @@ def parameter_groups(
     for index, group in enumerate(groups):
         path = f"groups[{index}].match"
         try:
-            matching = set(matching_parameters(loaded, path, group.match, model))
+            matching = set(matching_parameters(loaded, path, group.match, model)) - taken
         except PipelineError as error:
             faults += error.faults
             continue
-        params = [param for param in trained if param in matching - taken]
+        params = [param for param in trained if param in matching]
         if not params:
             text = "each parameter that it matches is frozen, or in an earlier group"
             faults.append(loaded.fault(path, text, "move the group up, or remove it"))
