@@ -134,10 +134,6 @@ class Cursor:
         if not self.world_sizes or self.world_sizes[-1][1] != ranks:
             self.world_sizes.append([next_step, ranks])
 
-    def end(self, entry: dict[str, Any]) -> None:
-        self.entries.append(entry)
-        self.next += 1
-
     def count_time(self, *, in_stage: bool) -> None:
         """Count the time since the last call as the run's and, if it was spent `in_stage`, the stage's."""
         now = time.monotonic()

@@ -197,10 +197,10 @@ def _run_stages(session: Session) -> Status:
         entry = runtime.loaded.secrets.redact_all(entry)  # checkpoints hold it
         watchdog.set_phase(b"collecting records")
         runtime.records.collect()
+        cursor.entries.append(entry)
         if entry.get("interrupted"):
-            cursor.entries.append(entry)
             return "failed" if runtime.finite_check.failed else "interrupted"
-        cursor.end(entry)
+        cursor.next += 1
     take_checkpoint(session, at_end=True)
     return "done"
 
