@@ -174,10 +174,6 @@ class Results(BaseModel, strict=True):
     last_audit: AuditResult | None = None
     farthest_apart: float = 0.0  # the largest difference between two ranks that an audit has seen
 
-    def begin_stage(self, stop_metric: str | None) -> None:
-        """A stage begins, or a resumed one goes by another metric: `kept` stays, since the file does."""
-        self.stop_metric, self.best, self.since_best = stop_metric, None, 0
-
 
 @dataclass(slots=True)
 class RunState:
