@@ -2,7 +2,7 @@
 
 import inspect
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -125,14 +125,11 @@ def build_turns(loaded: LoadedPipeline, model: nn.Module) -> Turns:
     """
     found, known = Turns(trainable_parameters(model)), dict[tuple[str | None, ...], Turn]()
 
-    def matching(path: str, patterns: Sequence[str]) -> set[Tensor]:
-        return set(matching_parameters(loaded, path, patterns, model))
-
     def known_or_new(turn: Turn) -> Turn:
         return known.setdefault(turn.key, turn)
 
     for stage, settings in loaded.pipeline.stages_and_settings():
-        frozen = matching(stage.key_path("freeze"), settings.freeze)
+        frozen = matching_parameters(loaded, stage.key_path("freeze"), settings.freeze, model)
         left = {name: param for name, param in found.trained.items() if param not in frozen}
         if not settings.turns:
             found.by_stage[stage.index] = [whole := known_or_new(Turn(None, left))]
@@ -140,7 +137,7 @@ def build_turns(loaded: LoadedPipeline, model: nn.Module) -> Turns:
             continue
         path, turns = f"{stage.path}.turns", list[Turn]()
         for index, turn in enumerate(settings.turns):
-            wanted = matching(f"{path}[{index}].match", turn.match)
+            wanted = matching_parameters(loaded, f"{path}[{index}].match", turn.match, model)
             params = {name: param for name, param in left.items() if param in wanted}
             if not params:
                 text = "each parameter that it matches is frozen"

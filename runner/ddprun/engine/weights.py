@@ -2,7 +2,7 @@
 exponential moving average (`ema`), which is evaluated and saved in their place.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -90,7 +90,7 @@ def freeze(loaded: LoadedPipeline, model: nn.Module) -> None:
     trained = [param for param in model.parameters() if param.requires_grad]
     frozen = set(trained)
     for path, patterns in loaded.pipeline.frozen_patterns().items():
-        matching = set(matching_parameters(loaded, path, patterns, model))
+        matching = matching_parameters(loaded, path, patterns, model)
         if matching.issuperset(trained):
             raise loaded.error(path, "no parameter is left to train", "freeze fewer")
         frozen &= matching
@@ -118,7 +118,7 @@ def parameter_groups(
     for index, group in enumerate(groups):
         path = f"groups[{index}].match"
         try:
-            matching = set(matching_parameters(loaded, path, group.match, model)) - taken
+            matching = matching_parameters(loaded, path, group.match, model) - taken
         except PipelineError as error:
             faults += error.faults
             continue
@@ -143,7 +143,7 @@ def parameter_groups(
 
 def matching_parameters(
     loaded: LoadedPipeline, path: str, patterns: Sequence[str], model: nn.Module
-) -> Iterator[Tensor]:
+) -> set[Tensor]:
     """The parameters that a pattern matches, those of tied ones by any of their names."""
     named = [(plain_name(name), param) for name, param in model.named_parameters(remove_duplicate=False)]
     names = [name for name, _ in named]
@@ -156,7 +156,7 @@ def matching_parameters(
     ]
     if faults:
         raise PipelineError(faults)
-    return (param for name, param in named if matches(name, patterns))
+    return {param for name, param in named if matches(name, patterns)}
 
 
 class WeightAverage:
