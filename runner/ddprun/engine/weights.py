@@ -51,8 +51,7 @@ def load_weights(loaded: LoadedPipeline, model: nn.Module) -> None:
     state = model.state_dict().items()
     model_tensors = {plain_name(name): value for name, value in state if isinstance(value, Tensor)}
     file_tensors = {plain_name(name): value for name, value in read.items()}
-    of_ddp = all(name.startswith(_DDP_PREFIX) for name in file_tensors)
-    if of_ddp and file_tensors.keys().isdisjoint(model_tensors):
+    if file_tensors.keys().isdisjoint(model_tensors):  # as of a model under DDP
         file_tensors = {name.removeprefix(_DDP_PREFIX): value for name, value in file_tensors.items()}
     in_file = {name: list(value.shape) for name, value in file_tensors.items()}
     in_model = {name: list(value.shape) for name, value in model_tensors.items()}
