@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import torch
 
-from ddprun import LAUNCHED_VARIABLE, __version__
+from ddprun import __version__
 from ddprun.config import Loaded, PipelineError
 from ddprun.config.choices import Choice
 from ddprun.engine.compiling import GraphCompiler
@@ -325,11 +325,8 @@ def _fail_trackers_when_ended(trackers: Trackers, *, in_script: bool) -> None:
     def is_installed() -> bool:
         return signal.getsignal(number) is handler
 
-    if in_script:
-        in_main = threading.current_thread() is threading.main_thread()
-        if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-            return
-    elif LAUNCHED_VARIABLE not in os.environ:
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(number) is not signal.SIG_DFL:
         return
     signal.signal(number, handler)
     read, write = os.pipe()
