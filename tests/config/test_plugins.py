@@ -17,7 +17,6 @@ from ddprun_hooks.config import import_path as installing
 BASE = "model: {mlp: {inputs: 64, outputs: 10}}\ndata: digits\noptimizer: sgd\nlaunch: {nproc_per_node: 2}\n"
 GOOD = """
 from ddprun.cluster import Cluster
-from ddprun.options import PositiveInt
 from ddprun.sync import SyncPlan, SyncPolicy, Transfer
 from ddprun.track import Tracker
 
@@ -39,13 +38,9 @@ class Relay(SyncPolicy):
 
     source: str
     "A host."
-    hosts: str = "all"
-    teller: PositiveInt = 1
-    split: PositiveInt | None = None
 
     def plan(self, stage):
-        one = Transfer("parameters", 2, source=self.teller)
-        return SyncPlan(transfers=(one,), hosts=self.split)
+        return SyncPlan(transfers=(Transfer("parameters", 2, source=1),))
 
 other = print
 """
@@ -107,11 +102,7 @@ def problem(text: str) -> str:
         ("site: {}", "site.queue: is required"),
         ("site: {queue: 3}", "site.queue: expected a string, got 3"),
         ("sites: {queue: a}", '(did you mean "site"?)'),
-        (
-            "sync: {relay: {source: a, teller: 2}}",
-            '"source: 2" clashes with "launch", which starts 2 ranks; at most 1',
-        ),
-        ("sync: {relay: {source: a, split: 3}}", '"hosts: 3" clashes with "launch": it does not divide 2'),
+        ("sync: {relay: {source: 3}}", "sync.relay.source: expected a string, got 3"),
     ],
 )
 def test_what_is_wrong_is_a_fault_with_its_place(text: str, told: str) -> None:

@@ -343,7 +343,7 @@ def test_each_fault_of_a_run_is_told(file: Path, capsys: Out) -> None:
     [
         ("hooks=[shared_memory]", 'hooks: "shared_memory" sums over the ranks of one host'),
         ("hooks=[{hierarchical: {hosts: 3}}]", "hooks: two levels with hosts: 3"),
-        ("sync={hierarchical_sgd: {across: 8, hosts: 3}}", "sync: two levels with hosts: 3"),
+        ("sync={hierarchical_sgd: {across: 8, hosts: 3}}", "hierarchical_sgd.hosts: 3 hosts cannot have"),
         ("sync={broadcast: {every: 2, source: 8}}", "sync.broadcast.source: there is no rank 8"),
         (
             "sync={diloco: {every: 20, fragments: 7}}",
@@ -360,6 +360,20 @@ def test_what_the_ranks_do_not_allow(override: str, words: str, file: Path, caps
     assert out == ""
     assert words in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "hooks=[{hierarchical: {hosts: 5}}]",
+        "sync={hierarchical_sgd: {across: 8, hosts: 5}}",
+        "sync={broadcast: {every: 2, source: 4}}",
+    ],
+)
+def test_flags_say_how_many_ranks_there_are(override: str, file: Path, capsys: Out) -> None:
+    """What the ranks of the file's `launch` would not allow, those of the flags do."""
+    assert main(["explain", str(file), "--set", override, "--nproc-per-node", "5"]) == 0
+    assert main(["explain", str(file), "--set", override]) == 2
 
 
 @pytest.mark.parametrize("args", [["--nnodes", "0"], ["--nproc-per-node", "x"], ["--format", "xml"], ["--x"]])

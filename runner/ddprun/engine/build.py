@@ -457,7 +457,7 @@ def build_dotted_metric(
 
 
 def check_sync(loaded: LoadedPipeline, turns: Turns, world_size: int) -> None:
-    """Refuse sources and fragments that this world and model lack, and hooks on complex gradients."""
+    """Refuse sources, hosts and fragments that this world and model lack, and hooks on complex gradients."""
     faults = []
     for stage in loaded.pipeline.stages:
         path, sources = stage.path, [stage.source] if isinstance(stage, BroadcastStage) else []
@@ -471,6 +471,9 @@ def check_sync(loaded: LoadedPipeline, turns: Turns, world_size: int) -> None:
             if fragments > max(1, count):
                 text = f"{fragments} fragments of {count} trained parameters: each needs at least one"
                 faults.append(loaded.fault(f"{path}.fragments", text, f"at most {count}"))
+            if (hosts := settings.plan.hosts) and world_size % hosts:
+                text = f"{hosts} hosts cannot have equally many of {world_size} ranks"
+                faults.append(loaded.fault(f"{path}.hosts", text, "write a number that divides the ranks"))
             if is_complex and settings.plan.gradients and settings.hooks:
                 text = "the model has complex parameters, and hooks carry gradients of real numbers only"
                 faults.append(loaded.fault(stage.key_path("hooks"), text, "remove the hooks"))
@@ -479,4 +482,4 @@ def check_sync(loaded: LoadedPipeline, turns: Turns, world_size: int) -> None:
                 text = f"there is no rank {source}: the run has {world_size} ranks"
                 faults.append(loaded.fault(f"{path}.source", text, f"0 to {world_size - 1}"))
     if faults:
-        raise PipelineError(faults)
+        raise PipelineError(dict.fromkeys(faults))

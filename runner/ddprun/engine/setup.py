@@ -324,12 +324,13 @@ def _open_exchange(
             **needed._asdict(),
         )
     except HookSetupError as error:
-        of_hooks = [one for stack in all_ranks.values() for one in stack.requirements]
-        at = "hooks" if any(one.leg != "world" or one.shared for one in of_hooks) else "sync"
+        at = "sync"
         for stage, _ in stages:
             shared = any(one.shared for one in all_ranks[stage.index].requirements)
-            if device.type == "cuda" and shared:
+            if shared or any(one.leg != "world" for one in all_ranks[stage.index].requirements):
                 at = stage.key_path("hooks")
+            if shared and device.type == "cuda":
+                break
         raise loaded.error(at, str(error)) from None
 
 

@@ -1,4 +1,4 @@
-"""Checks of DDP, the launch, hooks, sync policies, the ranks there are, and buffers."""
+"""Checks of DDP, the launch, hooks, sync policies, and buffers."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,6 @@ from ddprun.config.built_ins import Cnn, Mlp, Transformer
 from ddprun.config.checks.registry import (
     KeyConflict,
     accumulation_text,
-    configured_world_size,
     register_check,
     setting_text,
     values_of_key,
@@ -17,7 +16,6 @@ from ddprun.config.sections import Ddp
 from ddprun.config.stages import AverageStage, BroadcastStage, EvaluateStage, ForwardStage, StepStage
 from ddprun.config.tree import format_path
 from ddprun.sync.plan import SyncPlan, SyncPolicy
-from ddprun.units import format_count
 from ddprun_hooks.config import grammar
 
 
@@ -102,7 +100,6 @@ def _hooks_clash_with_launch(pipeline: Pipeline) -> Iterator[KeyConflict]:
                 text = '"shared_memory" clashes with "device: cuda" of "launch": it sums tensors on the CPU'
                 at = f"{here}.hierarchical.within" if in_leg else here
                 yield KeyConflict(at, text, "remove it: NCCL uses shared memory by itself")
-            yield from _hosts_divide_ranks(pipeline, options.get("hosts"), f"{here}.hierarchical.hosts")
 
 
 @register_check("hooks", "precision", "stages")
@@ -114,13 +111,6 @@ def _redundant_casts(pipeline: Pipeline) -> Iterator[KeyConflict]:
                 text = f'"{hook.name}" has no effect: with {setting} everything is sent in that type'
                 hint = f"remove it, or write {hook.name}: {{accumulate: fp32}}"
                 yield warning(f"{path}[{number}]", text, hint)
-
-
-def _hosts_divide_ranks(pipeline: Pipeline, hosts: int | None, path: str) -> Iterator[KeyConflict]:
-    ranks = configured_world_size(pipeline)
-    if hosts and ranks and ranks % hosts:
-        text = f'"hosts: {hosts}" clashes with "launch": it does not divide {ranks} ranks'
-        yield KeyConflict(path, text, "each host needs the same number of ranks")
 
 
 @register_check("hooks", "sync", "stages")
@@ -146,30 +136,11 @@ def _why_hooks_unused(plan: SyncPlan) -> str:
     return "sends parameters as they are" if plan.transfers else "sends nothing"
 
 
-# Sync policies, the ranks there are, and the lengths of stages
+# Sync policies, and the lengths of stages
 
 
-@register_check("sync", "stages", "launch")
-def _source_is_a_rank(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    ranks = configured_world_size(pipeline)
-    broadcasts = [stage for stage in pipeline.stages if isinstance(stage, BroadcastStage)]
-    sources = [
-        (f"{stage.key_path('sync')}.{settings.sync.name}.source", transfer.source)
-        for stage, settings in pipeline.stages_and_settings()
-        for transfer in settings.plan.transfers
-    ]
-    sources += [(f"{stage.path}.source", stage.source) for stage in broadcasts]
-    for path, source in sources:
-        if ranks and source is not None and source >= ranks:
-            text = f'"source: {source}" clashes with "launch", which starts {format_count(ranks, "rank")}'
-            yield KeyConflict(path, text, f"at most {ranks - 1}")
-
-
-@register_check("sync", "stages", "launch")
-def _two_level_sync_conflicts(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    for stage, settings in pipeline.stages_and_settings():
-        path = f"{stage.key_path('sync')}.{settings.sync.name}.hosts"
-        yield from _hosts_divide_ranks(pipeline, settings.plan.hosts, path)
+@register_check("sync", "stages")
+def _equal_periods_of_two_levels(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for path, sync in values_of_key(pipeline, "sync"):
         within, across = (sync.options.get(key) for key in ("within", "across"))
         if within is not None and within == across:

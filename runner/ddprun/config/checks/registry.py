@@ -49,13 +49,6 @@ def find_conflicts(pipeline: Pipeline, faulty: frozenset[str]) -> Iterator[KeyCo
             yield from check(pipeline)
 
 
-def configured_world_size(pipeline: Pipeline) -> int | None:
-    """How many ranks the file says there are; None if it leaves that to the machine."""
-    launch = pipeline.launch
-    least, most = launch.host_range
-    return launch.nproc_per_node * most if launch.nproc_per_node and least == most else None
-
-
 def setting_text(stage: StepStage, key: str, value: object) -> str:
     """The key, with the stage if it names the key, and the value, as a message shows them."""
     return f'"{stage.key_path(key)}: {value.name if isinstance(value, Choice) else value}"'
