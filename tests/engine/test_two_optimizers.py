@@ -286,7 +286,7 @@ FAULTS = [
     ("muon", "", "optimizer.Muon: it takes matrices only, and not embedding.bias"),
     ("{adamw: {}, others: muon}", "", "optimizer.others.Muon: Muon only supports 2D parameters"),
     ("{muon: {}, others: lbfgs}", "", 'optimizer.others: "LBFGS", which takes a closure'),
-    ("{muon: {}, others: {sgd: {nesterov: true}}}", "", 'others.SGD.nesterov: "nesterov: true" needs'),
+    ("{muon: {}, others: {sgd: {nesterov: true}}}", "", "optimizer.others.SGD: Nesterov momentum"),
     ("{muon: {}, others: {two_nets.Own: {}}}", "", "an optimizer that has a state_dict or load_state_dict"),
     ("{muon: {}, others: {two_nets.Inside: {}}}", "", 'would leave out the state of "inner"'),
     ("{muon: {}, others: {two_nets.Modes: {}}}", "", "an optimizer that has the modes train() and eval()"),

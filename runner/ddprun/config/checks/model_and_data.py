@@ -13,7 +13,6 @@ from ddprun.config.checks.registry import (
     accumulation_text,
     register_check,
     setting_text,
-    values_of_key,
     warning,
 )
 from ddprun.config.choices import Choice
@@ -86,22 +85,6 @@ def _outputs_for_every_class(pipeline: Pipeline) -> Iterator[KeyConflict]:
     if isinstance(model, Transformer) and isinstance(data.settings, TextData) and model.vocabulary < 256:
         text = f'"vocabulary: {model.vocabulary}" clashes with "data: text", whose tokens are bytes'
         yield KeyConflict("model.transformer.vocabulary", text, "at least 256")
-
-
-@register_check()
-def _nesterov_needs_momentum(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    optimizers = [*values_of_key(pipeline, "optimizer")]
-    both = [(f"{path}.others", one.beside["others"]) for path, one in optimizers if "others" in one.beside]
-    for path, optimizer in [*optimizers, *both]:
-        options, at = optimizer.options, f"{path}.SGD"
-        if optimizer.name != "SGD" or not options.get("nesterov"):
-            continue
-        if not options.get("momentum"):
-            text = '"nesterov: true" needs "momentum", which is 0'
-            yield KeyConflict(f"{at}.nesterov", text, "give a momentum such as 0.9")
-        if options.get("dampening"):
-            text = f'"nesterov: true" clashes with "dampening: {options["dampening"]}"'
-            yield KeyConflict(f"{at}.dampening", text, "nesterov needs a dampening of 0")
 
 
 @register_check("optimizer", "groups")
