@@ -167,17 +167,6 @@ def test_local_steps_accumulate_with_any_ddp(loaded: Load) -> None:
     assert told(loaded, text) == []
 
 
-def test_unused_parameters_are_looked_for_over_all_hosts(loaded: Load) -> None:
-    """DDP tells all ranks which parameters were used, though gradients stay inside a host."""
-    text = "ddp: {find_unused_parameters: true}\nsync: {hierarchical_sgd: {within: %d, across: 4}}\n" + TRAIN
-    ((path, problem),) = told(loaded, text % 1)
-    assert path == "ddp.find_unused_parameters"
-    assert '"find_unused_parameters: true" slows "sync: hierarchical_sgd"' in problem
-    assert "hosts wait for each other" in problem
-    assert "hosts wait" not in str(told(loaded, text % 2))
-    assert told(loaded, "ddp: {find_unused_parameters: true}\n" + TRAIN) == []
-
-
 @pytest.mark.parametrize(
     ("stages", "index", "why"),
     [

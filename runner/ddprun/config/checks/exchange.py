@@ -36,17 +36,11 @@ def _static_with_unused(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 
 @register_check("ddp", "sync", "stages")
-def _wasteful_ddp_options(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    stages = pipeline.stages_and_settings()
-    gradients = {settings.plan.gradients for _, settings in stages}
-    by_host = [setting_text(stage, "sync", one.sync) for stage, one in stages if one.plan.gradients == "host"]
-    if pipeline.ddp.find_unused_parameters and by_host:
-        text = f'"find_unused_parameters: true" slows {by_host[0]}: at every step DDP tells all ranks which '
-        text += "parameters were used, so hosts wait for each other"
-        yield warning("ddp.find_unused_parameters", text, "remove it if every parameter is used")
+def _ddp_without_gradients(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    averaged = any(settings.plan.gradients for _, settings in pipeline.stages_and_settings())
     for key in ("gradient_as_bucket_view", "static_graph", "find_unused_parameters"):
         value = getattr(pipeline.ddp, key)
-        if gradients <= {None} and value != getattr(Ddp(), key):
+        if not averaged and value != getattr(Ddp(), key):
             text = f'"{key}: {str(value).lower()}" has no effect: no train stage averages gradients'
             yield warning(f"ddp.{key}", text, "remove it")
 
