@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ddprun import EXIT_BAD_INPUT
-from ddprun.config import load, metric_names
+from ddprun.config import load
 from ddprun.engine.evaluate import passes_of_rank
 from ddprun.engine.worker import run_worker
 from tests.engine.running import events, run_pipeline, run_to_end, summary
@@ -74,27 +74,11 @@ class Net(nn.Module):
         return output
 
 
-def step(output, target):
-    return 1.0
-
-
-def event(output, target):
-    return 2.0
-
-
-def loss(output, target):
-    return 3.0
-
-
 def perplexity(output, target):
     return 4.0
 
 
 class other:
-    @staticmethod
-    def step(output, target):
-        return 5.0
-
     @staticmethod
     def top(output, target):
         return 6.0
@@ -246,29 +230,16 @@ def test_what_a_metric_cannot_take_or_give_is_told(tmp_path: Path, metric: str, 
     assert "Traceback" not in said
 
 
-def test_metrics_of_one_name_are_told_apart(tmp_path: Path) -> None:
-    """By their full names, as are those that are called like a field of the event."""
-    metrics = "[mine.top, mine.other.top, mine.step, mine.event, mine.loss, mine.perplexity]"
+def test_what_metrics_are_called(tmp_path: Path) -> None:
+    """The last part of an import path, or their `name`."""
+    metrics = "[mine.top, {mine.other.top: {}, name: other}, mine.perplexity]"
     run = run_pipeline(tmp_path, pipeline(tmp_path, METRICS=metrics), 1)
     found = summary(run)["metrics"]
-    assert {name: value for name, value in found.items() if name != "loss"} == {
-        "mine.top": 7.0,
-        "mine.other.top": 6.0,
-        "mine.step": 1.0,
-        "mine.event": 2.0,
-        "mine.loss": 3.0,
+    assert {key: found[key] for key in found if key != "loss"} == {
+        "top": 7.0,
+        "other": 6.0,
         "perplexity": 4.0,
     }
-    (event,) = (one for one in events(run) if one["event"] == "evaluated")
-    assert event["step"] == 1
-    assert event["mine.step"] == 1.0
-
-
-def test_names_stay_as_they_are_where_nothing_collides(tmp_path: Path) -> None:
-    """The last part of an import path."""
-    (tmp_path / "p.yaml").write_text(pipeline(tmp_path, METRICS="[accuracy, mine.top, mine.perplexity]"))
-    stage: Any = load(tmp_path / "p.yaml").pipeline.stages[-1]
-    assert metric_names(stage.metrics) == ["accuracy", "top", "perplexity"]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -1,6 +1,6 @@
 """What a pipeline file may say: `load` gives the checked `Pipeline`. Imports no torch, and no user code."""
 
-from ddprun.config.choices import Choice
+from ddprun.config.choices import Choice, metric_name
 from ddprun.config.faults import PipelineError, PipelineFault
 from ddprun.config.load import Loaded, LoadedPipeline, load, load_trackers
 from ddprun.config.schema import Pipeline
@@ -19,6 +19,5 @@ from ddprun.config.stages import (
     StepStage,
     StepStageSettings,
     TrainStage,
-    metric_names,
 )
 from ddprun.sync.plan import BufferSettings

@@ -242,15 +242,21 @@ def parse_metric(value: Any) -> Choice:
     choice = _parse_with_keys_beside("metric", value)
     if choice.name == "perplexity" and choice.beside:
         raise problem("perplexity is of the loss", "remove it", at=min(choice.beside), on_key=True)
-    name, parts = choice.beside.get("name", "_"), {"output", "target"} & choice.beside.keys()
+    name, parts = metric_name(choice), {"output", "target"} & choice.beside.keys()
     if not (isinstance(name, str) and name and name.isprintable()) or name in RESERVED_METRIC_NAMES:
-        raise expected("a name for the metric", "write another, such as f1_macro", at="name")
+        raise expected("a name for the metric", "write another, as name: f1_macro", at="name", got=name)
     if len(parts) == 1:
         missing = min({"output", "target"} - parts)
         raise problem(f'it has no "{missing}"', f"write {missing}, too: a key", at=min(parts), on_key=True)
     for key in parts:
         parse_batch_key(choice.beside[key], key)
     return choice
+
+
+def metric_name(metric: Choice) -> str:
+    """What a metric is called: by `name` beside it, else the last part of its import path."""
+    name: str = metric.beside.get("name", metric.name.rpartition(".")[2])
+    return name
 
 
 def _parse_with_keys_beside(kind: str, value: Any) -> Choice:

@@ -187,19 +187,6 @@ class EarlyStop(MonitoredMetric):
 BEST_FILE = "best.safetensors"  # where `keep_best` writes, in the run's folder
 
 
-def metric_names(metrics: Sequence[Choice]) -> list[str]:
-    """What metrics are called: by `name`, else the last part of an import path; all of it where another has
-    that last part.
-    """
-    last = [choice.name.rpartition(".")[2] for choice in metrics]
-    often = Counter(short for short, one in zip(last, metrics, strict=True) if "name" not in one.beside)
-    return [
-        choice.beside.get("name")
-        or (choice.name if short in RESERVED_METRIC_NAMES or often[short] > 1 else short)
-        for choice, short in zip(metrics, last, strict=True)
-    ]
-
-
 OVERRIDABLE_KEYS = (
     *("accumulate", "sync", "hooks", "buffers", "optimizer", "schedule", "warmup_steps", "clip_norm"),
     *("clip_value", "on_nan", "freeze"),

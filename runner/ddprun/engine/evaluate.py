@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ddprun.config import BEST_FILE, Choice, EarlyStop, EvaluateStage, KeepBest, Stage, metric_names
+from ddprun.config import BEST_FILE, Choice, EarlyStop, EvaluateStage, KeepBest, Stage, metric_name
 from ddprun.config.checks.model_and_data import find_evaluations
 from ddprun.config.choices import RESERVED_METRIC_NAMES
 from ddprun.config.stages import StageEvaluation
@@ -290,8 +290,8 @@ def _metrics(
     """The metrics of an evaluation at `path`, newly made, by name; the loss is the first."""
     loaded, objective = session.runtime.loaded, session.runtime.objective
     found: dict[str, MeanMetric | StatefulMetric] = {"loss": MeanMetric(_mean_loss)}
-    for index, (name, choice) in enumerate(zip(metric_names(metrics), metrics, strict=True)):
-        place = f"{path}.metrics[{index}]"
+    for index, choice in enumerate(metrics):
+        place, name = f"{path}.metrics[{index}]", metric_name(choice)
         select = partial(objective.select, choice.beside, place)
         if choice.source != "built-in":
             metric = build.build_dotted_metric(loaded, place, choice, session.runtime.device)

@@ -15,10 +15,10 @@ from ddprun.config.checks.registry import (
     setting_text,
     warning,
 )
-from ddprun.config.choices import Choice
+from ddprun.config.choices import Choice, metric_name
 from ddprun.config.schema import Pipeline
 from ddprun.config.sections import DataPair, Loader
-from ddprun.config.stages import BEST_FILE, EvaluateStage, SaveStage, StageEvaluation, StepStage, metric_names
+from ddprun.config.stages import BEST_FILE, EvaluateStage, SaveStage, StageEvaluation, StepStage
 from ddprun.config.tree import format_path
 from ddprun_hooks.config.messages import describe_value, error_message_parts, unknown_option
 
@@ -196,7 +196,7 @@ def _metrics_with_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
 @register_check("stages")
 def _metrics_twice(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for path, evaluation in find_evaluations(pipeline):
-        names = metric_names(evaluation.metrics)
+        names = [metric_name(metric) for metric in evaluation.metrics]
         for number, name in enumerate(names):
             if name in names[:number]:
                 text = f'"{name}" is in the list twice, and metrics need different names'
@@ -258,7 +258,7 @@ def _evaluate_keep_best_and_stop(pipeline: Pipeline) -> Iterator[KeyConflict]:
                 text = f'"{key}" needs "evaluate" in {stage.path}: it compares what that measures'
                 yield KeyConflict(stage.key_path(key), text, "write evaluate: {every: N}")
             continue
-        measured = dict(zip(metric_names(evaluation.metrics), evaluation.metrics, strict=True))
+        measured = {metric_name(metric): metric for metric in evaluation.metrics}
         for key, (metric, mode) in metrics.items():
             choice = measured.get(metric)
             if metric != "loss" and choice is None:
