@@ -8,10 +8,8 @@ from pydantic import BaseModel
 
 from ddprun.config.choices import Choice
 from ddprun.config.scalars import format_scalar
-from ddprun.config.schema import Pipeline
 from ddprun.config.stages import OVERRIDABLE_KEYS, Stage, StepStage
 from ddprun.config.tree import KeyPath, Node, find_nearest, is_choice_path
-from ddprun.plugins import CLUSTERS
 from ddprun.sync.plan import BufferSettings
 
 
@@ -24,9 +22,6 @@ def to_plain_data(value: Any) -> Any:
         return {value.name: {key: to_plain_data(getattr(value, key)) for key in keys}} if keys else value.name
     if isinstance(value, BaseModel):
         found = {key: getattr(value, key) for key in type(value).model_fields} | (value.model_extra or {})
-        # Without its key a built-in cluster backend has its defaults, and an installed one is left out.
-        if isinstance(value, Pipeline):
-            found |= {key: CLUSTERS.options_model(key)() for key in CLUSTERS.built_in() if found[key] is None}
         fields = type(value).model_fields.items()
         hidden = {key for key, field in fields if field.exclude and found[key] is None}
         return {key: to_plain_data(item) for key, item in found.items() if key not in hidden}

@@ -197,8 +197,8 @@ class Pipeline(Options):
 
 
 def pipeline_with_cluster_keys(keys: Iterable[str] = ()) -> type[Pipeline]:
-    """`Pipeline` with a key for each cluster backend; for installed ones, if one of the file's `keys` may be
-    theirs. An installed backend is imported only if its key is in the file; without it, the field is None.
+    """`Pipeline` with a key for each cluster backend, None where the file lacks it; for installed ones, if
+    one of the file's `keys` may be theirs. An installed backend is imported only if its key is in the file.
     """
     return _with_clusters(not {*Pipeline.model_fields, *CLUSTERS.built_in()}.issuperset(keys))
 
@@ -206,13 +206,10 @@ def pipeline_with_cluster_keys(keys: Iterable[str] = ()) -> type[Pipeline]:
 @functools.cache
 def _with_clusters(installed: bool) -> type[Pipeline]:
     fields: dict[str, Any] = {}
-    for name in CLUSTERS.built_in():
+    for name in CLUSTERS.names() if installed else CLUSTERS.built_in():
+        kind: Any = CLUSTERS.options_model(name) if name in CLUSTERS.built_in() else Any
         parse = CustomValidator(functools.partial(_parse_cluster, name), {})
-        fields[name] = (Annotated[CLUSTERS.options_model(name) | None, parse], None)
-    for name in CLUSTERS.installed() if installed else ():
-        if name.isidentifier():
-            parse = CustomValidator(functools.partial(_parse_cluster, name), {})
-            fields[name] = (Annotated[Any, parse], Field(default=None, exclude=True))
+        fields[name] = (Annotated[kind | None, parse], Field(default=None, exclude=True))
     return create_model("Pipeline", __base__=Pipeline, __module__=__name__, **fields)
 
 
