@@ -161,7 +161,7 @@ def _sampler_and_shuffle(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 @register_check("batch", "loss", "stages", "weight_by")
 def _metrics_with_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    loss, warned = pipeline.loss, False
+    loss = pipeline.loss
     metrics = (
         (f"{path}.metrics[{number}]", metric)
         for path, evaluation in find_evaluations(pipeline)
@@ -176,13 +176,12 @@ def _metrics_with_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
             text = f"{clash}: what the model returns besides its loss is not known"
             hint = "write the keys of its class scores and of the labels, as output: logits, target: labels"
             yield KeyConflict(path, text, hint)
-        elif own and metric.name == "perplexity" and pipeline.weight_by is None and not warned:
+        elif own and metric.name == "perplexity" and pipeline.weight_by is None:
             text = f'{clash} without "weight_by": the loss is averaged over samples, not over targets'
             inputs = pipeline.batch.inputs
             key = inputs.get("labels", "labels") if isinstance(inputs, Mapping) else "labels"
             hint = f"write weight_by: {{targets: {{of: {key}, shift: 1}}}}"
             yield warning(path, text, f"{hint}, without shift for an encoder-decoder")
-            warned = True  # once, however many evaluations there are
         elif own:
             continue
         elif metric.name == "perplexity" and loss.name not in ("CrossEntropyLoss", "NLLLoss", _LINEAR_LOSS):
@@ -237,9 +236,7 @@ def _evaluate_without_data(pipeline: Pipeline) -> Iterator[KeyConflict]:
             text = f'"evaluate" has no data: {reason}'
             yield KeyConflict(path, text, "give data: {train: …, evaluate: …}")
     if isinstance(pipeline.data, DataPair) and pipeline.data.evaluate is not None and not evaluations:
-        text = '"data.evaluate" has no effect: no stage of "stages" is "evaluate", or has it'
-        if any(isinstance(stage, EvaluateStage) for stage in pipeline.stages):
-            text = '"data.evaluate" has no effect: every evaluate stage has "data" of its own'
+        text = '"data.evaluate" has no effect: no evaluation of "stages" reads it'
         yield warning("data.evaluate", text, "add an evaluate stage")
 
 
