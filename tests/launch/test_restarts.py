@@ -227,6 +227,15 @@ def test_an_endpoint_of_several_hosts_means_c10d(flags: dict[str, str], backend:
     assert arguments.rdzv_backend == backend
 
 
+def test_hosts_that_may_leave_need_restarts(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever says so, the file or a flag."""
+    flags = {"nnodes": "1:2", "rdzv_endpoint": "localhost:29511", "local_addr": "127.0.0.1"}
+    torchrun_args({**flags, "max_restarts": "3"}, ["-m", "ddprun"])
+    assert capsys.readouterr().err == ""
+    torchrun_args(flags, ["-m", "ddprun"])
+    assert "--nnodes 1:2 without --max-restarts: a host that is lost ends the run" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

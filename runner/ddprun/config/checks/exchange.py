@@ -61,12 +61,8 @@ def _nccl_on_cpu(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 
 @register_check("launch", "checkpoint")
-def _restart_prerequisites(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    least, most = pipeline.launch.host_range
+def _nothing_kept(pipeline: Pipeline) -> Iterator[KeyConflict]:
     restarts = pipeline.launch.max_restarts
-    if least < most and not restarts:
-        text = f'"nnodes: {pipeline.launch.nnodes}" needs "max_restarts": losing a host would end the run'
-        yield warning("launch.nnodes", text, "write max_restarts: 3")
     if restarts and not pipeline.checkpoint.keep:
         text = f'"max_restarts: {restarts}" needs checkpoints, and "keep" is 0: the run would start over'
         yield warning("launch.max_restarts", text, "keep at least 1")
