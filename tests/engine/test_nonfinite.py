@@ -233,6 +233,15 @@ def test_a_loss_alone_ends_nothing(tmp_path: Path) -> None:
     assert kept(tmp_path) == {12: None}
 
 
+def test_a_checkpoint_is_finite_if_only_its_last_loss_is_not(tmp_path: Path) -> None:
+    """`resume` uses it, so a message that names the checkpoint to resume from must name this one."""
+    prepare(tmp_path, DATA="ignored: true", STEPS="3")
+    codes, _ = run(tmp_path)
+    assert codes == [0, 0]
+    assert summary(tmp_path)["loss"] is None
+    assert kept(tmp_path) == {3: None}
+
+
 def test_a_step_that_the_scaler_skips_ends_nothing(tmp_path: Path) -> None:
     """In fp16 a NaN sample is skipped on all ranks, and weights stay finite."""
     prepare(tmp_path, DATA="bad: 10", MORE="precision: fp16")
@@ -295,7 +304,7 @@ def test_pruning_keeps_the_last_finite_one(tmp_path: Path) -> None:
     assert take(1, None) == [1]
     assert take(2, None) == [2, 1]
     assert take(3, "layer.weight") == [3, 2]
-    assert take(4, "loss") == [4, 3, 2]
-    assert take(5, "optimizer/state/0/exp_avg") == [5, 4, 2]
+    assert take(4, "optimizer/state/0/exp_avg") == [4, 3, 2]
+    assert take(5, "layer.weight") == [5, 4, 2]
     assert checkpoints.newest_finite_step(tmp_path) == 2
     assert take(6, None) == [6, 5]

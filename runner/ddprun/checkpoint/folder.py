@@ -41,8 +41,6 @@ VERSION = 8
 _CHUNK_BYTES = 64 << 20
 MANIFEST = "manifest.json"
 
-NONFINITE_LOSS = "loss"
-
 _FILE_SUFFIXES = ("json", "safetensors")
 _REPLACED = "replaced"
 
@@ -64,7 +62,7 @@ class Checkpoint(BaseModel, strict=True, frozen=True):
     path: Annotated[Path, Field(exclude=True)]
     step: int  # optimizer steps of the run when it was taken
     world_size: PositiveInt
-    nonfinite: str | None  # a parameter, optimizer state, or `NONFINITE_LOSS`; None: all is finite
+    nonfinite: str | None  # a parameter or optimizer state; None: all is finite
     folders: PositiveInt  # over which its files were spread
     layout: str  # how hooks' state is divided among ranks (`state.hook_state_partitioning`)
     files: FileRecords
@@ -261,11 +259,6 @@ def prune(root: Path, keep: int) -> None:
         except OSError:
             continue
         remove_tree(gone)
-
-
-def most_severe_nonfinite(found: Iterable[str | None]) -> str | None:
-    """Of what is not finite in several parts the first that is more than a loss; None: nothing is."""
-    return max(filter(None, found), key=lambda name: name != NONFINITE_LOSS, default=None)
 
 
 def newest_finite_step(root: Path) -> int | None:

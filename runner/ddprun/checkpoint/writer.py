@@ -208,8 +208,8 @@ class CheckpointWriter:
             files: FileRecords = {}
             for name, state in job.parts.items():
                 files |= folder.write_part(job.unfinished, name, state)
-            found = [self.find_nonfinite(state) for state in job.parts.values()]
-            report = _Report(files=files, nonfinite=folder.most_severe_nonfinite(found))
+            nonfinite = next(filter(None, map(self.find_nonfinite, job.parts.values())), None)
+            report = _Report(files=files, nonfinite=nonfinite)
         except Exception as error:  # such as too little memory: rank 0 need not wait for this rank
             report = _Report(problem=self._cannot_write(error))
         self._report_to_rank_0(job, "part", report)
@@ -271,7 +271,7 @@ class CheckpointWriter:
             ]
             for leader in self.location.folders
         }
-        nonfinite = folder.most_severe_nonfinite(one.nonfinite for one in of_ranks)
+        nonfinite = next(filter(None, (one.nonfinite for one in of_ranks)), None)
         return _Report(files=dict(sorted(files.items())), nonfinite=nonfinite, held=held)
 
     def _make_whole_and_commit(self, job: _Job, verdict: _Report) -> Checkpoint:

@@ -226,7 +226,7 @@ def _assess_checkpoint(session: Session, location: CheckpointLocation, step: int
         if missing := sorted(checkpoint.files.keys() - intact):
             reasons.append(f"no host has an intact copy of its {missing[0]}")
             continue
-        if checkpoint.nonfinite not in (None, folder.NONFINITE_LOSS):
+        if checkpoint.nonfinite is not None:
             problem = f"{checkpoint.nonfinite} is not finite in it"
             stages = runtime.loaded.pipeline.stages_and_settings()
             if all(settings.on_nan == "stop" for _, settings in stages):

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ddprun import __version__
 from ddprun.checkpoint.codec import EncodedState, UnstorableError, encode
-from ddprun.checkpoint.folder import CHECKPOINTS_FOLDER, NONFINITE_LOSS, rank_part_name
+from ddprun.checkpoint.folder import CHECKPOINTS_FOLDER, rank_part_name
 from ddprun.checkpoint.location import CheckpointLocation
 from ddprun.checkpoint.writer import CheckpointWriter
 from ddprun.engine import seeding
@@ -219,16 +219,14 @@ def open_writer(runtime: RunComponents, location: CheckpointLocation, token: str
 
 
 def _find_nonfinite(state: EncodedState, initially_nonfinite: frozenset[str]) -> str | None:
-    """What of a checkpoint's part is not finite: a parameter, optimizer state, `loss`; None: all is."""
+    """What of a checkpoint's part is not finite: a parameter or optimizer state; None: all is."""
     for name, tensor in state.tensors.items():
         kind, _, rest = name.partition("/")
         if kind not in ("parameters", "optimizer", "groups") or rest in initially_nonfinite:
             continue
         if (tensor.is_floating_point() or tensor.is_complex()) and not bool(torch.isfinite(tensor).all()):
             return rest if kind == "parameters" else name
-    # A number that JSON lacks is kept as a mapping.
-    results: Any = state.tree.get("results")
-    return NONFINITE_LOSS if isinstance(results, dict) and isinstance(results.get("loss"), dict) else None
+    return None
 
 
 def check_state_storable(
