@@ -88,8 +88,6 @@ class CheckpointWriter:
         self._enqueued_count = 0  # checkpoints so far
         self.last_problem: str | None = None  # why the last one was not written; None: it was, or is being
         self.reported_causes = set[str]()  # what kept checkpoints from being written, since one was
-        # On rank 0: why there is no checkpoint of the run's end; None: there is, or none is due.
-        self.final_problem: str | None = None
         self.rank, self.root = self.location.rank, self.location.root
         self.store = dist.PrefixStore(f"checkpoints/{self.location.name}/{self.token}", self.store)
         self._jobs = queue.Queue[_Job | None]()

@@ -39,7 +39,7 @@ def finish_run(session: Session, status: Status) -> list[str]:
     redacted = runtime.loaded.secrets.redact_all(msgspec.to_builtins(raw_summary))
     summary = msgspec.convert({**redacted, "run_dir": raw_summary.run_dir}, Summary)
     writer = runtime.checkpoints
-    unwritten = [writer.final_problem] if writer is not None and writer.final_problem is not None else []
+    unwritten = [writer.last_problem] if writer is not None and writer.last_problem else []
     if ranks.rank == 0:
         reporter.events.info("finished", status=status, step=state.step)
         try:

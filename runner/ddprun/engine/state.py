@@ -300,8 +300,6 @@ def take_checkpoint(
             wait_for_memory()
         runtime.ranks.watchdog.set_phase(b"sync")
     report_checkpoints(session)
-    if at_end and writer.last_problem is not None:
-        writer.final_problem = f"the checkpoint of step {step}, the last one: {writer.last_problem}"
 
 
 def report_checkpoints(session: Session) -> None:
@@ -315,6 +313,9 @@ def report_checkpoints(session: Session) -> None:
             if outcome.skipped and outcome.step in written_steps:
                 continue  # the last step's, which is taken again at the run's end
             step, seconds, written = outcome.step, round(outcome.seconds, 3), outcome.checkpoint
+            if not outcome.skipped:
+                last = f"the checkpoint of step {step}, the last one"
+                writer.last_problem = outcome.problem and f"{last}: {outcome.problem}"
             if written is None:
                 cause = "skipped" if outcome.skipped else "failed"
                 if cause not in writer.reported_causes or not writer.location.in_memory:
@@ -334,7 +335,6 @@ def report_checkpoints(session: Session) -> None:
                     nonfinite=written.nonfinite,
                 )
                 log_event(reporter.events, event)
-            writer.last_problem = outcome.problem
 
 
 def close_checkpoints(session: Session) -> None:
