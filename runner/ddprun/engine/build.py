@@ -243,16 +243,15 @@ def place_model(
     converted, except on a CPU, where torch has no SyncBatchNorm.
     """
     pipeline = loaded.pipeline
-    if pipeline.sync_batchnorm and any(map(is_lazy, (*model.parameters(), *model.buffers()))):
-        text = "torch cannot convert modules with lazy parameters"
-        raise loaded.error("sync_batchnorm", text, "give the modules their numbers of features")
+    lazy = any(map(is_lazy, (*model.parameters(), *model.buffers())))
+    for key in ("sync_batchnorm", "channels_last") if lazy else ():
+        if getattr(pipeline, key):
+            text = "torch cannot convert modules with lazy parameters"
+            raise loaded.error(key, text, "give the modules their numbers of features")
     if pipeline.sync_batchnorm and device.type != "cpu":
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     model = model.to(device=device, dtype=dtype)
     held = [*model.parameters(), *model.buffers()] if pipeline.channels_last else []
-    if any(map(is_lazy, held)):
-        text = "lazy parameters have no memory format"
-        raise loaded.error("channels_last", text, "give the modules their numbers of features")
     for tensor in held:
         if tensor.dim() == 4:  # torch's own conversion fails on those of 3D convolutions
             tensor.data = tensor.data.to(memory_format=torch.channels_last)
