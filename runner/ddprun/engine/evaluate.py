@@ -299,7 +299,8 @@ def _metrics(
                 metric.select, found[name] = select, metric
             else:
                 make_error = partial(loaded.error, place)
-                custom = partial(_custom_metric, objective.has_batch_weights, metric, make_error)
+                by_weight = loaded.pipeline.has_batch_weights
+                custom = partial(_custom_metric, by_weight, metric, make_error)
                 found[name] = MeanMetric(custom, select=select)
         elif choice.name == "accuracy":
             own = objective.loss is None  # the model's, which may have classes on its last dimension

@@ -216,11 +216,6 @@ class Objective:
         # Targets of this value do not count; None: all do.
         self.ignore_index = ignored if isinstance(ignored, int) else None
 
-    @property
-    def has_transform(self) -> bool:
-        """Whether the file's `transform` changes the batches of training."""
-        return self._transform is not None
-
     def transformed(self, content: Any) -> Any:
         """A batch as training weighs it: changed on the device by the file's `transform`, if there is one."""
         if self._transform is None:
@@ -338,10 +333,6 @@ class Objective:
         shown = f'"{parts}"' if isinstance(parts, str) else f"item {parts}"
         raise self._loaded.error(path, f"{lacks} {shown}", f"they {has}")
 
-    @property
-    def has_batch_weights(self) -> bool:
-        return self._loaded.pipeline.has_batch_weights
-
     def batch_weight(self, content: Any) -> float:
         """The weight of a batch's mean loss, by the file's `weight_by`."""
         if self._weight_function is None:
@@ -378,7 +369,7 @@ class Objective:
         and the number of samples for another loss.
         """
         if self._weight_by is not None:
-            return self.batch_weight(content) if self.has_batch_weights else samples
+            return self.batch_weight(content) if self._loaded.pipeline.has_batch_weights else samples
         loss, target = self.loss, result.target
         if not isinstance(loss, _CROSS_ENTROPIES) or not isinstance(target, Tensor):
             return samples

@@ -70,10 +70,10 @@ class StageRun:
         feed = session.runtime.feeds.for_stage(self.stage.index)
         of_feed = feed.steps(settings.accumulate, epochs=epochs, ranks=self._counted_ranks())
         steps: Iterator[StepBatches] = islice(of_feed, left)
-        objective = session.runtime.objective
-        if objective.has_transform:
+        objective, pipeline = session.runtime.objective, session.runtime.loaded.pipeline
+        if pipeline.batch.transform is not None:
             steps = (transform_step(step, objective.transformed) for step in steps)
-        if not objective.has_batch_weights:
+        if not pipeline.has_batch_weights:
             return steps
         return (reweight_step(step, objective.batch_weight, self._total_weight) for step in steps)
 
