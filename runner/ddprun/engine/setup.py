@@ -324,14 +324,12 @@ def _open_exchange(
             **needed._asdict(),
         )
     except HookSetupError as error:
-        at = "sync"
-        for stage, _ in stages:
-            shared = any(one.shared for one in all_ranks[stage.index].requirements)
-            if shared or any(one.leg != "world" for one in all_ranks[stage.index].requirements):
-                at = stage.key_path("hooks")
-            if shared and device.type == "cuda":
-                break
-        raise loaded.error(at, str(error)) from None
+        places = [
+            stage.key_path("hooks")
+            for stage, _ in stages
+            if any(one.leg != "world" or one.shared for one in all_ranks[stage.index].requirements)
+        ]
+        raise loaded.error(next(iter(places), "sync"), str(error)) from None
 
 
 def _compare_data(feed: Feed, name: str, control: ControlChannel, reporter: Reporter) -> None:
