@@ -408,6 +408,7 @@ def _set(value: Any, *keys: str | int) -> Change:
         ("position", _set({}, "position"), "its state cannot be read (KeyError"),
         ("telemetry", _set({}, "telemetry"), "its state cannot be read (KeyError: 'totals')"),
         ("groups", _set([], "groups"), "its state cannot be read (ValueError"),
+        ("data", _set(5, "data"), "its state cannot be read (TypeError"),
         ("generators", _set({}, "generators", "python"), "its state cannot be read (KeyError"),
         ("optimizer", lambda tree: tree.update(json.loads(deep(900))), "nested more than 100 deep"),
     ],

@@ -52,11 +52,10 @@ def resume(session: Session) -> None:
         saved = _read_state(session, found)
         before, cursor = saved["pipeline"], saved["position"]
         _reopen_longer_stage(session, before, cursor)
-    old_pipeline, notes = check_and_list_changes(
-        runtime.loaded, before, next_stage=cursor["next"], begun_stage=cursor["stage"]
-    )
-    changed_data = _check_data(session, saved)
-    with errors_of_checkpoint(session, checkpoint):
+        old_pipeline, notes = check_and_list_changes(
+            runtime.loaded, before, next_stage=cursor["next"], begun_stage=cursor["stage"]
+        )
+        changed_data = _check_data(session, saved)
         restore(session, saved)
     _cut_records(session)
     for name, text, mid_epoch in changed_data:
@@ -96,21 +95,21 @@ def _cut_records(session: Session) -> None:
             raise RunFolderError(problem) from None
 
 
-def _check_data(session: Session, saved: Mapping[str, Any]) -> list[tuple[str, str, bool]]:
-    """Data that has changed since the checkpoint; a PipelineError in mid-epoch, if the file says `stop`."""
+def _check_data(session: Session, saved: Mapping[str, Any]) -> list[Any]:
+    """Changed data, as fingerprints describe it; a PipelineError in mid-epoch, if the file says `stop`."""
     runtime = session.runtime
     pipeline, fingerprints = runtime.loaded.pipeline, runtime.fingerprints
     saved_data = saved.get("data", {})
     if pipeline.loader.sharded and saved["world_size"] != runtime.ranks.size:
         saved_data = {}  # rank 0 has another share of it
-    changes = runtime.ranks.from_rank_0("resume/data", lambda: fingerprints.changes(saved_data))
+    changes: list[Any] = runtime.ranks.from_rank_0("resume/data", lambda: fingerprints.changes(saved_data))
     steps_left = any(isinstance(stage, StepStage) for stage in pipeline.stages[saved["position"]["next"] :])
     for name, text, mid_epoch in changes:
         if mid_epoch and steps_left and pipeline.checkpoint.on_changed_data == "stop":
             problem = f"{name}: {text}, in the middle of an epoch"
             allowed = "restore the data, or accept the change with --set checkpoint.on_changed_data=continue"
             raise fingerprints.sources[name].make_error(problem, allowed)
-    return [(name, text, mid_epoch) for name, text, mid_epoch in changes]
+    return changes
 
 
 @contextmanager
