@@ -245,12 +245,10 @@ def _compile(
     )
 
     def run_passes() -> None:
-        try:
-            for feed, turn, backward in passes:
-                turns.select(turn.params)
-                warmup_pass(model, objective, feed, turn.name, backward=backward)
-        finally:
-            turns.select(None)
+        for feed, turn, backward in passes:
+            turns.select(turn.params)
+            warmup_pass(model, objective, feed, turn.name, backward=backward)
+        turns.select(None)
 
     run_passes()  # what fails here is the model's own
     started = time.monotonic()
