@@ -5,7 +5,6 @@ model that is one graph is cut where torch would cut it for DDP, at the size of 
 its gradients are there when its backward pass is over, and the next block's overlaps with sending them.
 """
 
-import itertools
 import os
 import re
 import tempfile
@@ -153,8 +152,8 @@ def select_blocks(loaded: LoadedPipeline, model: nn.Module, settings: Compile) -
     if faults:
         raise PipelineError(faults)
     # A block inside of another is compiled with it.
-    outer = {name: itertools.accumulate(name.split(".")[:-1], "{}.{}".format) for name in chosen}
-    return {name: module for name, module in chosen.items() if chosen.keys().isdisjoint(outer[name])}
+    inner = {name for name in chosen if any(name.startswith(f"{outer}.") for outer in chosen)}
+    return {name: module for name, module in chosen.items() if name not in inner}
 
 
 def _repeated_blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
