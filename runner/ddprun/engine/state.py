@@ -199,7 +199,7 @@ def open_writer(runtime: RunComponents, location: CheckpointLocation, token: str
     """What writes the run's checkpoints in a location; `token` is of this attempt, equal on all ranks."""
     initially_nonfinite, wanted = runtime.finite_check.initially_nonfinite, runtime.loaded.pipeline.checkpoint
     timeout_s, apart = runtime.loaded.pipeline.launch.timeout_s, len(location.folders) > 1
-    writer = CheckpointWriter(
+    return CheckpointWriter(
         location,
         runtime.ranks.store,
         token=token,
@@ -210,12 +210,11 @@ def open_writer(runtime: RunComponents, location: CheckpointLocation, token: str
         control=open_control_channel(timedelta(seconds=timeout_s)) if apart else None,
         timeout_s=timeout_s,
         before_write=runtime.records.writer.flush,
+        # Launchers wait for those on disk.
+        after_write=(lambda _: None) if location.in_memory else rank_files.report_checkpoint,
         find_nonfinite=partial(_find_nonfinite, initially_nonfinite=initially_nonfinite),
         staging=PinnedStaging(GpuStreams(runtime.device)) if runtime.device.type == "cuda" else None,
     )
-    if not location.in_memory:
-        writer.after_write = rank_files.report_checkpoint
-    return writer
 
 
 def _find_nonfinite(state: EncodedState, initially_nonfinite: frozenset[str]) -> str | None:
