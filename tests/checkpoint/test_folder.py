@@ -24,7 +24,6 @@ def described(root: Path, step: int, ranks: int, files: FileRecords) -> folder.C
         step=step,
         world_size=ranks,
         nonfinite=None,
-        folders=1,
         layout="",
         files=files,
     )

@@ -295,7 +295,7 @@ def test_pruning_keeps_the_last_finite_one(tmp_path: Path) -> None:
             (unfinished / name).write_text("{}")
         path = tmp_path / checkpoints.checkpoint_name(step)
         checkpoint = checkpoints.Checkpoint(
-            path=path, step=step, world_size=1, nonfinite=nonfinite, folders=1, layout="", files=files
+            path=path, step=step, world_size=1, nonfinite=nonfinite, layout="", files=files
         )
         checkpoints.commit(unfinished, checkpoint, files)
         checkpoints.prune(tmp_path, 2)

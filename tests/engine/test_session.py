@@ -92,7 +92,6 @@ def second_part(folder: Path) -> list[bytes]:
         step=6,
         world_size=session.runtime.ranks.size,
         nonfinite=None,
-        folders=1,
         layout="",
         files={},
     )

@@ -63,7 +63,6 @@ class Checkpoint(BaseModel, strict=True, frozen=True):
     step: int  # optimizer steps of the run when it was taken
     world_size: PositiveInt
     nonfinite: str | None  # a parameter or optimizer state; None: all is finite
-    folders: PositiveInt  # over which its files were spread
     layout: str  # how hooks' state is divided among ranks (`state.hook_state_partitioning`)
     files: FileRecords
 

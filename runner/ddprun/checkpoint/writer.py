@@ -283,7 +283,6 @@ class CheckpointWriter:
             step=job.step,
             world_size=len(self.location.leaders),
             nonfinite=verdict.nonfinite,
-            folders=len(kept),
             layout=self.layout,
             files=verdict.files,
         )

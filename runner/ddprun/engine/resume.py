@@ -234,7 +234,7 @@ def _assess_checkpoint(session: Session, location: CheckpointLocation, step: int
         as_now = runtime.ranks.size, hook_state_partitioning(runtime)
         moves_state = (checkpoint.world_size, checkpoint.layout) != as_now
         return _FoundCheckpoint(location, checkpoint, held, moves_state)
-    return next(iter(reasons), "ranks see different manifests")
+    return next(iter(reasons), "not all ranks see the same manifest")
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,15 +254,14 @@ def _verify_own_files(location: CheckpointLocation, step: int) -> _OwnFiles:
     try:
         checkpoint = folder.open_checkpoint(location.root, step)
     except DamagedError as error:
-        elsewhere = len(location.folders) > 1 and not os.path.lexists(path)
-        return _OwnFiles(problems=[] if elsewhere else [str(error)])
+        return _OwnFiles(problems=[str(error)] if os.path.lexists(path) else [])
     intact, problems = list[str](), list[str]()
     for name in folder.file_names(folder.part_names(checkpoint.world_size)[share :: len(members)]):
         try:
             folder.verify(checkpoint, [name])
             intact.append(name)
         except DamagedError as error:
-            if checkpoint.folders == 1 or os.path.lexists(path / name):  # else another host may have it
+            if os.path.lexists(path / name):  # else another host may have it
                 problems.append(str(error))
     manifest = checkpoint.model_dump() if location.leads else None
     return _OwnFiles(checkpoint.digest, manifest, intact, problems)
