@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ddprun.run_files import WrongFileTypeError, describe_invalid, open_file
+from ddprun.run_files import describe_invalid, open_file
 from ddprun_hooks.comm.gpu import PinnedStaging
 
 _TAG = "$"
@@ -167,8 +167,6 @@ def errors_naming(path: Path) -> Iterator[None]:
     """Context around reading a file: what cannot be read or is invalid is a DamagedError that names it."""
     try:
         yield
-    except WrongFileTypeError as error:
-        raise DamagedError(f"{path}: {error.strerror}") from None
     except OSError as error:
         raise DamagedError(f"{path} cannot be read: {error.strerror}") from None
     except DamagedError:
