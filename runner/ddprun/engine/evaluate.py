@@ -227,7 +227,8 @@ def evaluate_metrics(
     quotient of whole numbers. Metrics that accumulate merge the ranks' states (`stateful_metric.py`).
     """
     control, metrics = session.runtime.exchange.control, _metrics(session, wanted.metrics, path)
-    batches: Iterable[tuple[Any, int]] = islice(_batches(session, held_out), wanted.steps)
+    read = _iterable_batches if is_iterable(held_out.dataset) else _map_style_batches
+    batches: Iterable[tuple[Any, int]] = islice(read(session, held_out), wanted.steps)
     if not to_its_end:
         batches = _until_stop(session, batches)
     mine, samples = _measure(session, batches, metrics, wanted.gradients)
@@ -370,13 +371,6 @@ def _custom_metric(
     return value * count if count else 0.0, count
 
 
-def _batches(session: Session, held_out: HeldOutData) -> Iterator[tuple[Any, int]]:
-    """This rank's share as (collated batch, samples that count): sample i goes to rank i modulo ranks."""
-    batches = _iterable_batches if is_iterable(held_out.dataset) else _map_style_batches
-    for content, samples in batches(session, held_out):
-        yield batch_or_raise(content, held_out.make_error), samples
-
-
 def _until_stop(session: Session, batches: Iterable[_T]) -> Iterator[_T]:
     """The batches, as many on every rank, until one of these was asked to stop: about once a second all look
     whether that is so, by the pace of the slowest.
@@ -394,13 +388,15 @@ def _until_stop(session: Session, batches: Iterable[_T]) -> Iterator[_T]:
 
 
 def _map_style_batches(session: Session, held_out: HeldOutData) -> Iterator[tuple[Any, int]]:
+    """This rank's share as (collated batch, samples that count): sample i goes to rank i modulo ranks."""
     runtime, dataset, loader = session.runtime, held_out.dataset, session.runtime.loaded.pipeline.loader
     rank, ranks = runtime.ranks.rank, runtime.ranks.size
     _require_equal_data(session, held_out, len(dataset), ())  # which may have grown
     passes = passes_of_rank(range(len(dataset)), loader.batch_size, rank, ranks)
     samples, sampler = BatchDataset(dataset, None, held_out.collate), ((list(one), n, 0) for one, n in passes)
     pin = runtime.device.type == "cuda"
-    yield from load_batches(samples, sampler, loader.workers, torch.Generator(), pin=pin)
+    for content, count in load_batches(samples, sampler, loader.workers, torch.Generator(), pin=pin):
+        yield batch_or_raise(content, held_out.make_error), count
 
 
 def _iterable_batches(session: Session, held_out: HeldOutData) -> Iterator[tuple[Any, int]]:
@@ -424,7 +420,7 @@ def _iterable_batches(session: Session, held_out: HeldOutData) -> Iterator[tuple
             return
         for part, count in passes_of_rank(of_all_ranks, size, rank, ranks):
             numbers, items = zip(*part, strict=True)
-            yield collate(items, numbers, held_out.collate), count
+            yield batch_or_raise(collate(items, numbers, held_out.collate), held_out.make_error), count
 
 
 def passes_of_rank(
