@@ -345,14 +345,13 @@ def _reshard_state(session: Session, shared: dict[str, Any], own: Sequence[dict[
     state = {**own[0], **shared}
     cursor, stages = state["position"], loaded.pipeline.stages
     stage = stages[cursor["next"]] if cursor["stage"] == cursor["next"] < len(stages) else None
-    refused = None
+    allowed = "resume on as many ranks as before"
     if isinstance(stage, StepStage) and stage.effective_settings(loaded.pipeline).plan.keeps_apart:
-        refused = stage.path, "its ranks train independently, so another number of ranks cannot resume it"
-    elif loaded.pipeline.loader.sharded and any(feed["samples"] for feed in state["feeds"].values()):
+        text = "its ranks train independently, so another number of ranks cannot resume it"
+        raise loaded.error(stage.path, text, allowed)
+    if loaded.pipeline.loader.sharded and any(feed["samples"] for feed in state["feeds"].values()):
         text = "the data set shards itself by rank, so another number of ranks cannot resume mid-epoch"
-        refused = "loader.sharded", text
-    if refused is not None:
-        raise loaded.error(*refused, "resume on as many ranks as before")
+        raise loaded.error("loader.sharded", text, allowed)
     if "parameters" not in shared:
         state["parameters"] = {  # what has no mean (quantised weights) is rank 0's
             name: mean_of([one["parameters"][name] for one in own]) if can_be_averaged(value) else value
