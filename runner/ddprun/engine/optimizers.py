@@ -233,7 +233,7 @@ def _check_sparse(
     loaded: LoadedPipeline, model: nn.Module, both: Sequence[ChoiceBuilder], optimizer: Optimizer
 ) -> None:
     """Raise a PipelineError for what torch cannot do with the sparse gradients of some embeddings."""
-    sparse = {id(param) for param in sparse_parameters(model).values() if param.requires_grad}
+    sparse = {id(param) for param in sparse_parameters(model) if param.requires_grad}
     if sparse and takes_closure(loaded, optimizer):
         text = "it takes a closure, and an embedding of the model has sparse=True"
         raise both[0].error(text, "remove one of the two")

@@ -91,8 +91,7 @@ class DdpReplica:
 
     def accumulating(self, wanted: bool) -> AbstractContextManager[None]:
         """Inside, if `wanted`, passes add to the gradients without an exchange."""
-        context: AbstractContextManager[None] = self.ddp.no_sync() if wanted else nullcontext()
-        return context
+        return self.ddp.no_sync() if wanted else nullcontext()
 
     def without_gradient(self) -> dict[str, Tensor]:
         """Parameters, by name, that a backward pass should have given a gradient, and has not."""
@@ -137,10 +136,7 @@ def predict_bucket_layout(
     )
 
 
-def sparse_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Weights of `Embedding(sparse=True)`, by module: DDP puts each in a bucket of its own."""
-    return {
-        name: module.weight
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-    }
+def sparse_parameters(model: nn.Module) -> list[Tensor]:
+    """Weights of `Embedding(sparse=True)`: DDP puts each in a bucket of its own."""
+    embeddings = (one for one in model.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag))
+    return [embedding.weight for embedding in embeddings if embedding.sparse]
