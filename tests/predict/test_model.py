@@ -370,23 +370,6 @@ def test_work_is_what_processes_computed(simple: Explanation, cores: float, step
     assert fitted.predict(quiet, simple.world, Links()).step_us == pytest.approx(step_us)
 
 
-def test_unequal_ranks_are_told_what_shares_by_speed_would_save(simple: Explanation) -> None:
-    """One takes 10 ms and one 20 ms for their samples: 13.3 ms each. Unknown where ranks wait for cores, and
-    not told of ranks that are about equally fast, or in a stage whose ranks train by themselves.
-    """
-    for cores, sample_us, told in (
-        (8.0, [10_000, 20_000], "33%"),
-        (8.0, [10_000, 11_000], None),
-        (1.0, [10_000, 20_000], None),
-    ):
-        silent = dataclasses.replace(made_up(20_000, 20_000, 20_000), sample_us_by_rank=sample_us)
-        fitted = fit_cost_model(simple, Costs("cpu", cores, [silent, StageCosts(), StageCosts()]), Links())
-        lines = " ".join(" ".join(forecast(simple, [fitted], Links())[1].lines()).split())
-        sentence = f"`loader.balance` takes about {told} off the slowest rank's time for data, forward and"
-        assert (sentence in lines) == (told is not None)
-        assert ("Ranks are not equally fast" in lines) == (told is not None)
-
-
 def test_threads_of_a_rank_are_no_exchange(simple: Explanation) -> None:
     """Ranks that keep four cores busy take as long as they took, and what that computes is their own."""
     quiet, plain, _ = simple.stages

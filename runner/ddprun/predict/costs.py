@@ -99,7 +99,6 @@ class StageCosts:
 
     own_us_by_rank: Sequence[Sequence[float]] = ()  # the training thread's own work in each step
     cpu_us_by_rank: Sequence[Sequence[float]] = ()  # processor time in each step
-    sample_us_by_rank: Sequence[float] = ()  # the median time for data, forward and backward of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +173,6 @@ class _StageRecords:
         self._sums: dict[str, float] = defaultdict(float)
         self._own_us_by_rank: dict[int, list[float]] = defaultdict(list)
         self._cpu_us_by_rank: dict[int, list[float]] = defaultdict(list)
-        self._sample_us_by_rank: dict[int, list[float]] = defaultdict(list)
         self._gradient_ready_shares: dict[str, list[float]] = defaultdict(list)
         self._buckets: dict[int, list[tuple[int, list[float]]]] = defaultdict(list)
 
@@ -183,7 +181,6 @@ class _StageRecords:
         for name in (*PARTS_WITHOUT_EXCHANGE, "step_us", "cpu_us"):
             self._sums[name] += getattr(line, name)
         self._own_us_by_rank[rank].append(own_work_us(line))
-        self._sample_us_by_rank[rank].append(line.data_us + line.forward_us + line.backward_us)
         self._cpu_us_by_rank[rank].append(line.cpu_us)
 
     def add_bucket(self, line: BucketRecord, began: float, backward_us: float) -> None:
@@ -220,5 +217,4 @@ class _StageRecords:
             },
             own_us_by_rank=list(self._own_us_by_rank.values()),
             cpu_us_by_rank=list(self._cpu_us_by_rank.values()),
-            sample_us_by_rank=[*map(statistics.median, self._sample_us_by_rank.values())],
         )

@@ -17,14 +17,13 @@ from ddprun.explain.model_probe import WorldShape
 from ddprun.explain.text import labelled, paragraph
 from ddprun.predict.links import Links, rate_text
 from ddprun.predict.measure import HookSpecs, distinct_stacks_without_noop
-from ddprun.predict.model import LIMITS, CostModel, StepPrediction, settings_of
+from ddprun.predict.model import LIMITS, CostModel, StepPrediction
 from ddprun.sync.exchanger import initialize_optimizer_state, requires_closure
 from ddprun.units import format_bytes, format_duration, format_table
 from ddprun_hooks.config.options import parse_spec
 
 _SLOWEST, _FASTEST = 1e4, 1e12  # bytes a second, between which a break-even is looked for
 _HALVINGS = 30
-_MIN_BALANCE_GAIN = 0.1  # of a step's time, to be worth a sentence
 _NEGLIGIBLE_SHARE = 0.02  # of a step's time: no difference to speak of
 _MEMORY_PHRASES = {
     "weights": "weights and buffers",
@@ -84,14 +83,11 @@ class StageForecast:
     hook_verdicts: Sequence[HookVerdict]
     memory: Mapping[str, int | None]  # bytes of each of `_MEMORY_PHRASES`; None: not known
     sweep: Sequence[tuple[WorldShape, StepPrediction]]  # on other numbers of hosts
-    balance_gain: float | None  # as in `CostModel`; None, too, where ranks cannot have such shares
 
     def to_json_data(self) -> dict[str, Any]:
         data = self.predicted.to_json_data() | {"repeated_us": [round(us) for us in self.repeated_us]}
         data["memory_bytes"] = dict(self.memory)
         data["hooks"] = [one.to_json_data() for one in self.hook_verdicts]
-        if self.balance_gain is not None:
-            data["balance_gain"] = round(self.balance_gain, 4)
         sweep = [{"nnodes": at.hosts, "ranks": at.ranks} | one.to_json_data() for at, one in self.sweep]
         return data | ({"sweep": sweep} if sweep else {})
 
@@ -103,10 +99,6 @@ class StageForecast:
         for verdict in self.hook_verdicts:
             yield from paragraph(verdict.hook, _verdict_text(verdict))
         yield from paragraph("Memory", _memory_text(self.memory))
-        if self.balance_gain is not None and self.balance_gain >= _MIN_BALANCE_GAIN:
-            text = f"Ranks are not equally fast: `loader.balance` takes about {percent(self.balance_gain)}"
-            text += " off the slowest rank's time for data, forward and backward."
-            yield from paragraph("Balance", text)
         if self.sweep:
             rows = [("hosts", "ranks", "a step", "waiting", "efficiency", "limit")]
             for at, one in self.sweep:
@@ -142,9 +134,6 @@ def forecast(
     stages = {}
     for stage in trained:
         predicted, *repeated = (one.predict(stage, world, links) for one in (model, *halves))
-        can_balance = (
-            settings_of(stage).plan.gradients == "all" and not explained.loaded.pipeline.loader.balance
-        )
         stages[stage.index] = StageForecast(
             predicted=predicted,
             hosts=world.hosts,
@@ -153,7 +142,6 @@ def forecast(
             hook_verdicts=verdicts[stage.index],
             memory=_memory(explained, stage, state_bytes),
             sweep=[(at.world, model.predict(at.stages[stage.index], at.world, links)) for at in others],
-            balance_gain=model.balance_gain if can_balance else None,
         )
     return stages
 

@@ -7,7 +7,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import harmonic_mean
 from typing import Any, TypeVar
 
 from ddprun.config import StepStageSettings
@@ -191,9 +190,6 @@ class CostModel:
     stacks: Mapping[str, StackCosts] = field(default_factory=dict)  # by `_hook_stack_id`
     default_stack: StackCosts = field(default_factory=StackCosts)
     """What goes past all hooks, or through hooks that the run did not have."""
-
-    balance_gain: float | None = None
-    """The part of the slowest rank's work on samples that shares by speed would take off; None: not known."""
 
     def predict(
         self, stage: StageExplanation, world: WorldShape, links: Links, stack: StackCosts | None = None
@@ -393,10 +389,6 @@ def fit_cost_model(explained: Explanation, costs: Costs, links: Links) -> CostMo
         ready_shares |= found.gradient_ready_shares
     # Where ranks wait for cores, how long they take says little about how much they have to do.
     us_by_rank = [found.cpu_us_by_rank if share < 1 else found.own_us_by_rank for _, found in silent]
-    work_us = [found.sample_us_by_rank for _, found in silent if found.sample_us_by_rank]
-    gain = None  # where ranks wait for cores, it is not known how fast they are
-    if share == 1 and work_us and min(of_ranks := [*map(sum, zip(*work_us, strict=False))]) > 0:
-        gain = 1 - harmonic_mean(of_ranks) / max(of_ranks)
     lateness = LastRankLateness([rank for ranks in us_by_rank for rank in ranks])
     by_key = defaultdict[str, list[tuple[StageExplanation, StageCosts]]](list)
     for stage, found in pairs:
@@ -407,7 +399,7 @@ def fit_cost_model(explained: Explanation, costs: Costs, links: Links) -> CostMo
         longer = [found.parts["backward_us"] for alike in by_key.values() for _, found in alike]
         slowdown = max(1.0, sum(longer) / len(longer) / alone)
     cores = costs.cores if on_cpu else math.inf
-    model = CostModel(on_cpu, own_work_us, ready_shares, lateness, cores, slowdown, balance_gain=gain)
+    model = CostModel(on_cpu, own_work_us, ready_shares, lateness, cores, slowdown)
     stacks = {
         key: _fit_stack(model, world, links, alike[0][0], [found for _, found in alike], threads)
         for key, alike in by_key.items()
