@@ -35,7 +35,6 @@ from ddprun.sync.exchanger import averageable_state, can_be_averaged, initialize
 from ddprun.sync.plan import DueTransfers, ReplicaConsistency, SyncPlan, Transfer
 from ddprun.sync.synchronizer import buckets_by_fragment
 from ddprun_hooks.buckets import BucketLayout, TensorBuckets
-from ddprun_hooks.exchange import BROADCAST_BUCKET_BYTES
 
 VERSION = 1
 
@@ -255,16 +254,9 @@ def explain(
         simulator = TrafficSimulator(loaded, world, probe.device)
         planner = _Planner(loaded, probe, simulator)
         stages = tuple(planner.explain_stage(stage) for stage in loaded.pipeline.stages)
-        return Explanation(loaded, world, probe, _initial_broadcast(probe, simulator), stages)
-
-
-def _initial_broadcast(probe: ModelProbe, simulator: TrafficSimulator) -> SentBytes:
-    """What rank 0 sends to make the parameters and buffers of all ranks equal, before the first step."""
-    held = dict[str, Tensor]([*probe.model.named_parameters(), *probe.model.named_buffers()])
-    route = Route("parameters", "plain", "broadcast")
-    layouts = TensorBuckets(held, BROADCAST_BUCKET_BYTES).layouts
-    buckets = [simulator.simulate_bucket(None, route, layout) for layout in layouts]
-    return total([one.sent for one in buckets], simulator.world.ranks)
+        held = [*probe.model.parameters(), *probe.model.buffers()]
+        sent_at_start = simulator.broadcast(0, sum(one.nbytes for one in held))
+        return Explanation(loaded, world, probe, sent_at_start, stages)
 
 
 class _Planner:
@@ -283,19 +275,18 @@ class _Planner:
             self._ema_tensors = initial_averages(probe.model, "meta")
         self._takes_closure = takes_closure(loaded, probe.optimizer)
         self._replicas = ReplicaConsistency(optimizer_is_read=has_train_eval_modes(probe.optimizer))
-        self._stage: StepStage | None = None  # whose hooks carry what is sent
-        self._stage_index = 0
+        self._stage: Stage  # whose hooks carry what is sent
         self._plan = SyncPlan()  # of that stage
         self._stage_exchanges: dict[tuple[Any, ...], PlannedExchange] = {}
         self._used: dict[Feed, int] = {}  # micro-batches of data of the epoch that has begun
 
     def explain_stage(self, stage: Stage) -> StageExplanation:
         """What a stage sends, and what that costs; stages are asked for in order."""
-        self._stage, self._stage_index, self._stage_exchanges = None, stage.index, {}
+        self._stage, self._stage_exchanges = stage, {}
         self._trained = self._turns.trained
         match stage:
             case StepStage():
-                self._stage, self._trained = stage, self._turns.of_stage[stage.index]
+                self._trained = self._turns.of_stage[stage.index]
                 return self._explain_step_stage(stage)
             case AverageStage():
                 sends = self._sends("once", equalize(self._replicas))
@@ -417,7 +408,7 @@ class _Planner:
         """What of the optimizer's state is averaged, made as a run makes it."""
         optimizer = self._probe.optimizer
         for stage in self._pipeline.stages_with_steps():
-            if stage.index <= self._stage_index and stage.effective_settings(self._pipeline).updates_weights:
+            if stage.index <= self._stage.index and stage.effective_settings(self._pipeline).updates_weights:
                 self._turns.select(self._turns.of_stage[stage.index])
                 initialize_optimizer_state(optimizer)
         self._turns.select(None)
@@ -467,7 +458,7 @@ class _Planner:
         route = Route("gradient", "world", "hooks")
         if self._plan.gradients == "host":
             route = Route("gradient", "world", "host_hooks", True, self._plan.hosts)
-        assert self._stage is not None, "a step is of a stage"
+        assert isinstance(self._stage, StepStage)
         if turns := self._stage.effective_settings(self._pipeline).turns:
             route = replace(route, turn=turns[turn].name)
         found: list[BucketLayout] = []  # of this turn and of those before it, by number

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ddprun.config import LoadedPipeline, StepStage
+from ddprun.config import LoadedPipeline, Stage, StepStage
 from ddprun.engine.stacks import build_stack
 from ddprun.explain.model_probe import WorldShape
 from ddprun.sync.plan import Partition
@@ -154,7 +154,7 @@ class TrafficSimulator:
             self._groups_by_queue[key] = simulated_group(route.queue, self.world.placement(rank), needs)
         return route.group(self._groups_by_queue[key])
 
-    def simulate_bucket(self, stage: StepStage | None, route: Route, layout: BucketLayout) -> Bucket:
+    def simulate_bucket(self, stage: Stage, route: Route, layout: BucketLayout) -> Bucket:
         """What it takes to carry a bucket that meets the hooks of `stage`, if the route has any; raises
         PipelineError for a hook that would break the run.
         """
@@ -162,25 +162,25 @@ class TrafficSimulator:
         if key not in self._simulated_buckets:
             nbytes = layout.numel * getattr(torch, layout.dtype).itemsize
             params = tuple(param.name for param in layout.params)
-            if route.through == "broadcast":
-                sent, legs, state = *self._broadcast(route.source, layout.dtype, nbytes), 0
-            else:
+            if route.through != "broadcast":
                 sent, legs, state = self._simulate(stage, route, layout)
+            else:
+                sent, state = self.broadcast(route.source, nbytes), 0
+                legs = (Leg("broadcast", "all", self.world.ranks, layout.dtype, nbytes, sent),)
             size = layout.index, layout.dtype, layout.numel, nbytes
             self._simulated_buckets[key] = Bucket(*size, params, sent, legs, state)
         return self._simulated_buckets[key]
 
-    def _broadcast(self, source: int, dtype: str, nbytes: int) -> tuple[SentBytes, tuple[Leg, ...]]:
-        """A chain from the source on, in which every rank but the last passes a bucket on once, as
-        `RankGroup.wire_bytes` has it.
+    def broadcast(self, source: int, nbytes: int) -> SentBytes:
+        """What is sent in a chain from the source on, in which every rank but the last passes so many bytes
+        on once, as `RankGroup.wire_bytes` has it.
         """
         hosts, ranks = self.world.placement(0).hosts, self.world.ranks
         crossings = sum(hosts[rank - 1] != hosts[rank] for rank in range(ranks) if rank != source % ranks)
-        sent = SentBytes(ranks, (ranks - 1) * nbytes, crossings * nbytes)
-        return sent, (Leg("broadcast", "all", ranks, dtype, nbytes, sent),)
+        return SentBytes(ranks, (ranks - 1) * nbytes, crossings * nbytes)
 
     def _simulate(
-        self, stage: StepStage | None, route: Route, layout: BucketLayout
+        self, stage: Stage, route: Route, layout: BucketLayout
     ) -> tuple[SentBytes, tuple[Leg, ...], int]:
         """What ranks send for a bucket, and the bytes of the hooks' state."""
         # Hooks of ours look at no values unless they are in host memory; those of others may.
@@ -196,17 +196,17 @@ class TrafficSimulator:
                 kept = [one for one in tree_leaves(hooks.state_dict()) if isinstance(one, torch.Tensor)]
                 state = max(state, sum(one.nbytes for one in kept))
         except HooksError as error:
-            path = stage.key_path("hooks") if stage is not None else ""
-            raise self._loaded.error(path, str(error)) from None
+            assert isinstance(stage, StepStage)
+            raise self._loaded.error(stage.key_path("hooks"), str(error)) from None
         groups = _groups_by_name(self._groups_by_queue[0, route.queue])
         legs = tuple(_merge_legs(traces, groups, self.world.ranks))
         return _sent_bytes(traces, self.world.ranks), legs, state
 
-    def _stack(self, stage: StepStage | None, route: Route) -> Stack:
+    def _stack(self, stage: Stage, route: Route) -> Stack:
         """What carries a bucket on a route; made anew each time, since hooks keep state."""
         if route.through == "sum":
             return Stack([])
-        assert stage is not None, "hooks are a stage's"
+        assert isinstance(stage, StepStage), "others have no hooks"
         return self._hook_stack(stage, inside_host=route.through == "host_hooks")
 
     def _hook_stack(self, stage: StepStage, *, inside_host: bool = False) -> Stack:
