@@ -366,7 +366,7 @@ def test_a_probe_serves_other_settings_of_the_same_model(
         probe = found.probe
 
 
-def test_a_model_that_looks_at_values_is_tried_with_values(tmp_path: Path) -> None:
+def test_a_model_that_looks_at_values_is_left_to_ddp(tmp_path: Path) -> None:
     """Its forward pass cannot run without them."""
     (tmp_path / "looks.py").write_text(
         """
@@ -420,10 +420,8 @@ class WithoutGradients(nn.Linear):
         ("WithoutGradients: {in_features: 64, out_features: 10}", "model: the loss has no gradient"),
     ],
 )
-def test_what_backward_completes_is_left_to_ddp_where_a_checkpoint_hides_it(
-    model: str, told: str, tmp_path: Path
-) -> None:
-    """A reentrant one. What DDP does not take is told as a run tells it."""
+def test_what_ddp_does_not_take_is_told_as_a_run_tells_it(model: str, told: str, tmp_path: Path) -> None:
+    """And of a reentrant checkpoint that it takes, buckets are those of a run."""
     (tmp_path / "reentrant.py").write_text(REENTRANT)
     text = f"{HEAD.format(model=f'reentrant.{model}')}ddp: {{bucket_cap_mb: 0.0001}}\n"
     text = f"{text.replace('ddp: {bucket_cap_mb: 1}', '')}stages: [train: {{steps: 1}}]\n"

@@ -1,26 +1,23 @@
 """What a run finds out about its model before its first step, found out here by a single process."""
 
+import copy
 import gc
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
 from ddprun.config import LoadedPipeline
 from ddprun.engine import build, compiling, seeding
 from ddprun.engine.data import Feed
 from ddprun.engine.feeds import Feeds, check_epoch_ends, check_warmups, open_training_feeds
-from ddprun.engine.model_with_loss import ModelWithLoss
 from ddprun.engine.objective import (
     Objective,
     Precision,
@@ -204,62 +201,40 @@ def _buckets(
 ) -> GradientBuckets:
     """A turn's buckets as they stay, counted from 0: what DDP makes of its gradients' order in backward."""
     ddp, caps = loaded.pipeline.ddp, loaded.pipeline.ddp.bucket_caps_bytes
-    # It has other rules for the first three, and a compiled graph has an order of its own.
-    asked = bool(ddp.static_graph or ddp.find_unused_parameters or sparse_parameters(model))
-    if asked or loaded.pipeline.compile is not None:
-        return GradientBuckets(_bucket_layouts_from_ddp(loaded, model, objective, feed, turn), caps, None)
-    with seeding.preserve_rng_state(objective.precision.device):
-        content, ready = objective.training_batch(feed.first_batch()), dict[str, Tensor]()
-    model.train()
-    # A model that looks at values, or computes gradients itself, cannot run without: then it runs with them.
-    state = seeding.preserve_state(objective.precision.device, model, objective.loss)
+    # DDP has other rules for the first three, and a compiled graph has an order of its own.
+    other_rules = ddp.static_graph or ddp.find_unused_parameters or sparse_parameters(model)
+    if not (other_rules or loaded.pipeline.compile):
+        order, trained = _completed_gradients(model, objective, feed, turn), trainable_parameters(model)
+        if sorted(order) == sorted(trained):  # else DDP knows more, or refuses it
+            ready = {name: trained[name] for name in order}
+            return GradientBuckets(predict_bucket_layout(ready, caps), caps, ready)
+    return GradientBuckets(_bucket_layouts_from_ddp(loaded, model, objective, feed, turn), caps, None)
+
+
+def _completed_gradients(model: nn.Module, objective: Objective, feed: Feed, turn: str | None) -> list[str]:
+    """Names of parameters in the order in which a backward pass completes their gradients: in a copy of the
+    model that has shapes, but no values. A model that looks at values, or computes gradients itself, shows
+    none or some.
+    """
+    device, order = objective.precision.device, list[str]()
+    with seeding.preserve_rng_state(device):
+        content = objective.training_batch(feed.first_batch())
     with suppress(Exception):
         with warnings.catch_warnings(action="ignore"):
             warmup_pass(model, objective, feed, turn, backward=False)  # fills caches with values
-        with state, FakeTensorMode(allow_non_fake_inputs=True) as fake:
-            ready = _params_in_ready_order(model, objective, content, turn, partial(_without_values, fake))
-    if not ready:
-        with seeding.preserve_rng_state(objective.precision.device):
-            ready = _params_in_ready_order(model, objective, content, turn, lambda value: value)
-    # DDP knows what a reentrant checkpoint hides here, and what no loss uses.
-    if not ready.keys() >= trainable_parameters(model).keys():
-        return GradientBuckets(_bucket_layouts_from_ddp(loaded, model, objective, feed, turn), caps, None)
-    return GradientBuckets(predict_bucket_layout(ready, caps), caps, ready)
-
-
-def _params_in_ready_order(
-    model: nn.Module, objective: Objective, content: Any, turn: str | None, view: Callable[[Any], Any]
-) -> dict[str, Tensor]:
-    """Parameters by name, in the order in which a backward pass completes their gradients. The passes see
-    parameters, buffers and the batch as `view` gives them.
-    """
-    step = _LossOfFixedBatch(model, objective, tree_map(view, content), turn)
-    held = {name: view(one) for name, one in (*step.named_parameters(), *step.named_buffers())}
-    ready: dict[str, Tensor] = {}
-    for name, param in held.items():
-        if param.requires_grad:
-            param.register_post_accumulate_grad_hook(partial(ready.setdefault, name.removeprefix("model.")))
-    loss: Tensor = torch.func.functional_call(step, held, ())
-    loss.backward()  # type: ignore[no-untyped-call]
-    model.zero_grad(set_to_none=True)
-    return ready
-
-
-def _without_values(fake: FakeTensorMode, value: Any) -> Any:
-    """A tensor of the same shape, type and device; anything else as it is."""
-    return fake.from_tensor(value) if isinstance(value, Tensor) else value
-
-
-class _LossOfFixedBatch(nn.Module):
-    def __init__(self, model: nn.Module, objective: Objective, content: Any, turn: str | None) -> None:
-        super().__init__()
-        self.model, self._objective, self._content, self._turn = model, objective, content, turn
-        self._call: list[nn.Module] = [model]  # hidden from torch, which replaces parameters by these names:
-        if isinstance(model, ModelWithLoss):
-            self.model, self.loss = model.model, model.loss
-
-    def forward(self) -> Tensor:
-        return self._objective(self._call[0], self._content, self._turn).loss
+        with (
+            seeding.preserve_state(device, objective.loss),
+            FakeTensorMode(allow_non_fake_inputs=True) as fake,
+        ):
+            with FakeCopyMode(fake):
+                copied, content = copy.deepcopy((model, content))
+            copied.train()
+            for name, param in trainable_parameters(copied).items():
+                param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    lambda _, name=name: order.append(name)
+                )
+            objective(copied, content, turn).loss.backward()  # type: ignore[no-untyped-call]
+    return order
 
 
 def _bucket_layouts_from_ddp(
