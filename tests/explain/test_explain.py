@@ -438,6 +438,27 @@ def test_what_ddp_does_not_take_is_told_as_a_run_tells_it(model: str, told: str,
     assert len(buckets) > 1
 
 
+IGNORES = """
+from torch import nn
+
+
+class Net(nn.Sequential):
+    _ddp_params_and_buffers_to_ignore = ("1.bias",)
+
+    def __init__(self):
+        super().__init__(nn.Flatten(), nn.Linear(64, 10))
+"""
+
+
+def test_parameters_that_ddp_ignores_are_in_no_bucket(tmp_path: Path) -> None:
+    """A model names them for DDP, which never sends their gradients."""
+    (tmp_path / "ignores.py").write_text(IGNORES)
+    file = tmp_path / "ignores.yaml"
+    file.write_text(f"{HEAD.format(model='ignores.Net')}stages: [train: {{steps: 1}}]\n")
+    (bucket,) = buckets_of(explain(load(file), hosts=1, ranks_per_host=2).probe).layouts
+    assert [param.name for param in bucket.params] == ["1.weight"]
+
+
 KEEPS = """
 import torch
 from torch import nn

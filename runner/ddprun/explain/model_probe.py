@@ -201,8 +201,9 @@ def _buckets(
 ) -> GradientBuckets:
     """A turn's buckets as they stay, counted from 0: what DDP makes of its gradients' order in backward."""
     ddp, caps = loaded.pipeline.ddp, loaded.pipeline.ddp.bucket_caps_bytes
-    # DDP has other rules for the first three, and a compiled graph has an order of its own.
-    other_rules = ddp.static_graph or ddp.find_unused_parameters or sparse_parameters(model)
+    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())  # as DDP itself reads it
+    # DDP has other rules for these, and a compiled graph has an order of its own.
+    other_rules = ddp.static_graph or ddp.find_unused_parameters or ignored or sparse_parameters(model)
     if not (other_rules or loaded.pipeline.compile):
         order, trained = _completed_gradients(model, objective, feed, turn), trainable_parameters(model)
         if sorted(order) == sorted(trained):  # else DDP knows more, or refuses it
