@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddprun.config import load
+from ddprun.config import PipelineError, load
 from ddprun.explain.explain import Explanation, explain
 from ddprun.predict.costs import (
     PARTS_WITHOUT_EXCHANGE,
@@ -17,6 +17,7 @@ from ddprun.predict.costs import (
     LastRankLateness,
     LinearCost,
     StageCosts,
+    check_predictable,
     costs_of_run,
 )
 from ddprun.predict.forecast import forecast, leave_one_out, optimizer_bytes, stacks_to_measure
@@ -296,8 +297,8 @@ def test_the_short_run_has_what_a_forecast_wants(cases: Explanation) -> None:
     with pytest.raises(CostsUnknownError, match="no stage trains"):
         measurement_stages_yaml(load(file), [[]])
     file.write_text(PIPELINE.format(stages='[{train: {steps: 4}}, {train: {steps: 4, freeze: ["1.*"]}}]'))
-    with pytest.raises(CostsUnknownError, match="stages freeze different parameters"):
-        measurement_stages_yaml(load(file), [[]])
+    with pytest.raises(PipelineError, match=r"stages\[1\].train.freeze: stages freeze different parameters"):
+        check_predictable(load(file))
 
 
 def test_only_hierarchical_has_legs() -> None:

@@ -226,6 +226,11 @@ def test_a_winner_that_cannot_be_written_is_told_all_the_same(
         (["--from=nowhere"], "Directory 'nowhere' does not exist"),
         (["--set=stages=[forward: {steps: 2}]"], "no stage trains: there is nothing to tune"),
         (["--set=hoks=[]"], 'did you mean "hooks"'),
+        (["--set=sync={local_sgd: {every: {seconds: 1}}}"], "sync: has rounds, which cannot be predicted"),
+        (
+            ["--from=.", "--set=stages=[train: {steps: 4}, train: {steps: 4, freeze: ['1.*']}]"],
+            "stages[1].train.freeze: stages freeze different parameters, so one cannot be predicted",
+        ),
     ],
 )
 def test_bad_input_is_one_clear_error(

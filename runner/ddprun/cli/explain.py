@@ -87,7 +87,7 @@ def explain(
     if predicts:
         from ddprun.predict.costs import check_predictable
 
-        check_predictable(loaded.pipeline)
+        check_predictable(loaded)
     if links.across.takes_time and not sweep and (nnodes or loaded.pipeline.launch.host_range[1]) == 1:
         say("warning: a link between hosts has no effect, since there is one host: set more with --nnodes")
     loaded.check_environment()

@@ -105,6 +105,9 @@ def tune(
     with as_bad_parameter("--link or --latency"):
         links = None if link is None and latency is None else parse_links(link, latency)
     loaded = load(pipeline, overrides)
+    from ddprun.predict.costs import check_predictable
+
+    check_predictable(loaded)
     loaded.check_environment()
     printing.print_faults(loaded.warnings)
     output = output if output is not None else pipeline.with_name(f"{pipeline.stem}.tuned.yaml")

@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 
 from ddprun import InputError
-from ddprun.config import Pipeline
+from ddprun.config import LoadedPipeline
 from ddprun.telemetry.reader import Run
 from ddprun.telemetry.records import BucketRecord, StepRecord
 from ddprun.units import format_world_sizes
@@ -110,14 +110,19 @@ class Costs:
     stages: Sequence[StageCosts]  # by the index in the run's pipeline
 
 
-def check_predictable(pipeline: Pipeline) -> None:
-    """Raise CostsUnknownError if the costs of steps differ: they train other parameters, or are rounds."""
-    if any(settings.plan.round for _, settings in pipeline.stages_and_settings()):
-        raise CostsUnknownError("a stage has rounds, whose length is measured while they run")
-    if any(stage.turns for stage in pipeline.train_stages()):
-        raise CostsUnknownError("a stage has turns, and only steps with one backward pass can be predicted")
-    if len(set(pipeline.frozen_patterns().values())) > 1:
-        raise CostsUnknownError("stages freeze different parameters, so one cannot be predicted from another")
+def check_predictable(loaded: LoadedPipeline) -> None:
+    """Raise a PipelineError if the costs of steps differ: they train other parameters, or are rounds."""
+    for stage, settings in loaded.pipeline.stages_and_settings():
+        if settings.plan.round is not None:
+            text = "has rounds, which cannot be predicted: their length is measured while they run"
+            raise loaded.error(stage.key_path("sync"), text, "write a number of steps")
+        if settings.turns:
+            raise loaded.error(f"{stage.path}.turns", "only steps with one backward pass can be predicted")
+    (_, first), *others = loaded.pipeline.frozen_patterns().items()
+    for path, patterns in others:
+        if patterns != first:
+            text = "stages freeze different parameters, so one cannot be predicted from another"
+            raise loaded.error(path, text, "predict them one by one")
 
 
 def costs_of_run(run: Run, stage_count: int) -> Costs:

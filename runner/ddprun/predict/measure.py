@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from ddprun.config import LoadedPipeline, TrainStage, load
+from ddprun.config import LoadedPipeline, load
 from ddprun.config.resolved import flow_yaml
 from ddprun.explain.explain import StageExplanation, explain
 from ddprun.predict import MeasurementRunError
@@ -49,27 +49,21 @@ def distinct_stacks_without_noop(stacks: Iterable[HookSpecs]) -> list[HookSpecs]
     return found
 
 
-def _train_stages(loaded: LoadedPipeline) -> list[TrainStage]:
-    """Those that train, at least one."""
-    if not (found := loaded.pipeline.train_stages()):
+def _measured_stage(loaded: LoadedPipeline, steps: int = STEPS_PER_STAGE, **settings: Any) -> dict[str, Any]:
+    """The pipeline's first train stage with these settings, as the short run has it."""
+    if not (trained := loaded.pipeline.train_stages()):
         raise CostsUnknownError("no stage trains, so there is nothing to predict")
-    return found
+    settings |= {"schedule": None, "mutate": None}
+    return loaded.stage_with_steps(trained[0], steps, only_training=True, **settings)
 
 
 def measurement_stages_yaml(
     loaded: LoadedPipeline, stacks: Sequence[HookSpecs], steps: int = STEPS_PER_STAGE
 ) -> str:
-    """The stages of the short run, as YAML; raises CostsUnknownError if no stage of the pipeline trains,
-    or they train different parameters.
-    """
-    trained = _train_stages(loaded)
-    check_predictable(loaded.pipeline)
-    settings: list[dict[str, Any]] = [{"hooks": ["noop"], "sync": "every_step"}, {"sync": "independent"}]
-    settings += [{"hooks": list(stack), "sync": "every_step"} for stack in stacks]
-    stages = [
-        loaded.stage_with_steps(trained[0], steps, only_training=True, schedule=None, mutate=None, **one)
-        for one in settings
-    ]
+    """The stages of the short run, as YAML; raises CostsUnknownError if no stage of the pipeline trains."""
+    own: list[dict[str, Any]] = [{"hooks": ["noop"]}, {"sync": "independent"}]
+    own += [{"hooks": list(stack)} for stack in stacks]
+    stages = [_measured_stage(loaded, steps, **({"sync": "every_step"} | one)) for one in own]
     return flow_yaml(stages * STAGE_REPETITIONS)
 
 
@@ -140,14 +134,13 @@ def cost_models_of_run(
     After it those of each half, if the run takes the same stages twice, as a short run does.
     `like` is the pipeline to predict: a warning says where the run's differs from it, and of an observed
     script it says what the records do not. Raises NoRunError, CostsUnknownError if its records do not tell,
-    PipelineError if its file cannot be read.
+    PipelineError if its file cannot be read, or as `check_predictable`.
     """
     run = Run(run_dir)
     by_host = Counter(run.started.hosts or [""])
     if len(set(by_host.values())) > 1:
         raise CostsUnknownError(f"{run_dir}: its hosts have different numbers of ranks")
-    of_script = like is not None and run.is_observed
-    if like is not None and of_script:
+    if like is not None and run.is_observed:
         ran = _script_as_pipeline(run, like)
     else:
         try:
@@ -157,10 +150,10 @@ def cost_models_of_run(
         ran = load(run_dir / "pipeline.yaml", (), folder)
         if like is not None:
             _warn_if_measured_run_differs(run_dir, ran, like)
-    check_predictable(ran.pipeline)
+    check_predictable(ran)
     explained = explain(ran, hosts=len(by_host), ranks_per_host=max(by_host.values()))
     costs = costs_of_run(run, len(explained.stages))
-    if of_script:
+    if like is not None and run.is_observed:
         _check_sends_the_same(run, ran.path, explained.stages[0], costs.stages[0])
     costs = costs if cores is None else replace(costs, cores=cores)
     parts, stages = [costs], ran.as_dict()["stages"]
@@ -187,7 +180,6 @@ def _warn_if_measured_run_differs(run_dir: Path, ran: LoadedPipeline, like: Load
 
 def _script_as_pipeline(run: Run, like: LoadedPipeline) -> LoadedPipeline:
     """A pipeline like another, but with one stage, whose steps are those of an observed script."""
-    trained = _train_stages(like)
     counts = Counter(
         sum(part == "backward" for part, _ in step.laps)
         for rank in run.ranks[:1]
@@ -195,14 +187,11 @@ def _script_as_pipeline(run: Run, like: LoadedPipeline) -> LoadedPipeline:
     )
     passes = max([1, *(count for count, _ in counts.most_common(1))])
     hooks: list[Any] = next((list(event.hooks) for event in run.events_of(StageStarted)), [])
-    for stage in trained:
+    for stage in like.pipeline.train_stages():
         specs = stage.effective_settings(like.pipeline).hook_specs
         if [parse_spec(hook)[0] for hook in specs] == hooks:
             hooks = specs
-    own: dict[str, Any] = {"sync": "every_step", "hooks": hooks, "accumulate": passes}
-    steps = like.stage_with_steps(
-        trained[0], STEPS_PER_STAGE, only_training=True, schedule=None, mutate=None, **own
-    )
+    steps = _measured_stage(like, sync="every_step", hooks=hooks, accumulate=passes)
     say(
         f"{run.folder} observed a script: its records give times, buckets, ranks, cores, the names of hooks "
         f"and accumulate: {passes}; {like.path} gives the rest"

@@ -160,9 +160,6 @@ def find_tuned_stage(loaded: LoadedPipeline, steps: Mapping[int, int | None]) ->
     if not stages:
         raise loaded.error("stages", "no stage trains: there is nothing to tune", "add a train stage")
     stage = max(stages, key=lambda one: steps.get(one.index) or 0)
-    if stage.effective_settings(loaded.pipeline).plan.round is not None:
-        text = "has rounds, whose length is measured while they run: tune cannot compare it with others"
-        raise loaded.error(stage.key_path("sync"), text, "write a number of steps")
     keys = {key: key if key == BUCKET_CAP_KEY else stage.key_path(key) for key in TUNABLE_KEYS}
     return TunedStage(loaded, stage, steps.get(stage.index), keys)
 
