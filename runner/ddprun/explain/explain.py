@@ -27,7 +27,7 @@ from ddprun.engine.sequence import (
 from ddprun.engine.turns import build_turns
 from ddprun.engine.weights import has_train_eval_modes, initial_averages
 from ddprun.explain.model_probe import ModelProbe, WorldShape, probe_model
-from ddprun.explain.traffic import Bucket, Route, SentBytes, TrafficSimulator, total
+from ddprun.explain.traffic import Bucket, Route, SentBytes, TrafficSimulator
 from ddprun.host.code_folders import private_code_caches
 from ddprun.host.device import default_rank_count
 from ddprun.sync.buffers import split_averaged_and_broadcast
@@ -127,12 +127,12 @@ class StageExplanation:
             return None
         sent_parts = [exchange.sent for exchange in (*self.begin, *self.end)]
         sent_parts += [one.sent * one.times for one in self.evaluations]
-        return total([*sent_parts, self._sent_in_first_steps(self.steps or 0)], self.ranks)
+        return sum(sent_parts, self._sent_in_first_steps(self.steps or 0))
 
     def _sent_in_first_steps(self, count: int) -> SentBytes:
         cycle = self.cycle
         sent_parts = [one.sent * sum((count - at) // cycle + 1 for at in one.steps) for one in self.patterns]
-        return total(sent_parts, self.ranks)
+        return sum(sent_parts, SentBytes(self.ranks))
 
     def to_json_data(self) -> dict[str, Any]:
         settings, cycle = self.settings, self.sent_per_cycle
@@ -308,7 +308,7 @@ class _Planner:
         periods = [settings.buffers.every, *(turn.every for turn in settings.turns)]
         cycle, steps = plan.cycle(*periods), self._probe.feeds.steps_of(stage.index, settings)
         # What the last steps leave behind depends on how far they are in a cycle, not on how many came.
-        planned_steps = cycle if steps is None else steps if steps <= cycle else cycle + steps % cycle
+        planned_steps = cycle if steps is None else min(steps, cycle + steps % cycle)
         last_step = None if steps is None else planned_steps
         sequence = StageActions(self._pipeline, stage, settings, buffers, self._replicas, last_step)
         begin = self._group_into_exchanges(self._sends("begin", sequence.begin()))
@@ -328,7 +328,7 @@ class _Planner:
         patterns = []
         for sends, pattern_steps in steps_by_sends.items():
             found = self._group_into_exchanges(sends)
-            sent = total([one.sent for one in found], self._ranks)
+            sent = sum([one.sent for one in found], SentBytes(self._ranks))
             patterns.append(StepPattern(tuple(pattern_steps), found, sent))
         return StageExplanation(
             stage=stage,
@@ -373,7 +373,7 @@ class _Planner:
         for (moment, route), layouts in groups.items():
             if (key := (moment, route, layouts)) not in known:
                 buckets = tuple(self._simulator.simulate_bucket(self._stage, route, one) for one in layouts)
-                sent = total([one.sent for one in buckets], self._ranks)
+                sent = sum([one.sent for one in buckets], SentBytes(self._ranks))
                 ranks = self._simulator.group(route).size
                 known[key] = PlannedExchange(len(known), moment, route, ranks, buckets, sent)
             found.append(known[key])
@@ -450,7 +450,7 @@ class _Planner:
         found = []
         for sends, often in times.items():
             exchanges = self._group_into_exchanges(sends)
-            sent = total([one.sent for one in exchanges], self._ranks)
+            sent = sum([one.sent for one in exchanges], SentBytes(self._ranks))
             found.append(EvaluationGroup(1 if steps is None else often, exchanges, sent))
         return tuple(found)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -65,11 +65,6 @@ class SentBytes:
         all_ranks, between_hosts = self.all_ranks / steps, self.between_hosts / steps
         sizes = {"per_rank": all_ranks / self.ranks, "all_ranks": all_ranks, "between_hosts": between_hosts}
         return {name: int(sent) if sent.is_integer() else sent for name, sent in sizes.items()}
-
-
-def total(amounts: Iterable[SentBytes], ranks: int) -> SentBytes:
-    """The sum of what so many ranks send."""
-    return sum(amounts, SentBytes(ranks))
 
 
 @dataclass(frozen=True, slots=True)
