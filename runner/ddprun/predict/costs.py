@@ -39,9 +39,6 @@ class LinearCost:
     def at(self, nbytes: float) -> float:
         return self.base + self.slope * nbytes
 
-    def __mul__(self, factor: float) -> "LinearCost":
-        return LinearCost(self.base * factor, self.slope * factor)
-
     @classmethod
     def fit(cls, points: Sequence[tuple[float, float]]) -> "LinearCost":
         """The least-squares fit to (bytes, cost) points. Points of one size give a slope without a base."""

@@ -450,8 +450,9 @@ def _fit_stack(
         left = max(0.0, sum(one.cpu_us * one.steps for one in found) / steps - own)
         hooks = sum(cost.at(bucket.bytes) for bucket in buckets for cost in stack.hook_costs)
         if hooks > _MAX_HOOK_SHARE * left:
-            stack.hook_costs = [cost * (_MAX_HOOK_SHARE * left / hooks) for cost in stack.hook_costs]
-            hooks = _MAX_HOOK_SHARE * left
+            part = _MAX_HOOK_SHARE * left / hooks
+            stack.hook_costs = [LinearCost(part * one.base, part * one.slope) for one in stack.hook_costs]
+            hooks *= part
         legs = [leg for bucket in buckets for leg in bucket.legs]
         collectives = sum(_collective_of(leg, world.hosts, stack, on_cpu=True).work_us for leg in legs)
         stack.collective_factor = (left - hooks) / collectives if collectives else 1.0
