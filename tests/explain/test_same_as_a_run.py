@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from ddprun.config import load
 from ddprun.explain.explain import explain
 from tests.engine.running import SAMPLES, lines, run_pipeline
@@ -32,21 +30,18 @@ def test_an_optimizer_with_modes_travels_with_the_weights(tmp_path: Path) -> Non
     check(tmp_path, MODES, 2)
 
 
-@pytest.mark.parametrize(
-    ("sync", "audit"), [("{local_sgd: {every: 4}}", 6), ("independent", 3), ("every_step", 2)]
-)
-def test_steps_with_a_control_message_are_those_of_a_run(sync: str, audit: int, tmp_path: Path) -> None:
+def test_steps_with_a_control_message_are_those_of_a_run(tmp_path: Path) -> None:
     """An audit is an exchange, too: ranks learn their mean loss in its steps."""
-    text = f"{MLP}sync: {sync}\naudit: {{every: {audit}}}\nstages: [train: {{steps: 26}}]\n"
-    run_dir = run_pipeline(tmp_path, text, 2)
-    (stage,) = explain(load(tmp_path / "run.yaml"), hosts=1, ranks_per_host=2).stages
-    first = {step % stage.control_cycle: step for step in stage.control_message_steps}
-    said = [step for step in range(1, 27) if first.get(step % stage.control_cycle, 27) <= step]
-    assert said == [
-        line["step"]
-        for line in lines(run_dir, "steps")
-        if line["rank"] == 0 and line["mean_loss"] is not None
-    ]
+    syncs = ("{local_sgd: {every: 4}}", "independent", "every_step")
+    stages = "".join(f"  - train: {{steps: 26, sync: {sync}}}\n" for sync in syncs)
+    run_dir = run_pipeline(tmp_path, f"{MLP}audit: {{every: 6}}\nstages:\n{stages}", 2)
+    records = [line for line in lines(run_dir, "steps") if line["rank"] == 0]
+    for stage in explain(load(tmp_path / "run.yaml"), hosts=1, ranks_per_host=2).stages:
+        first = {step % stage.control_cycle: step for step in stage.control_message_steps}
+        said = [first.get(step % stage.control_cycle, 27) <= step for step in range(1, 27)]
+        own = [line for line in records if line["stage"] == stage.index]
+        assert said == [line["mean_loss"] is not None for line in own], stage.index
+        assert any(said)
 
 
 def test_a_mutation_after_a_last_step_that_nobody_knew_is_averaged(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def utilisation(gbit_per_s: float, period: int) -> float:
 def needed(share: float, period: int) -> float:
     """The least rate, in Gbit/s, with which workers compute for this share of the time."""
     low, high = 1e-3, 1e5
-    for _ in range(60):
+    for _ in range(25):
         middle = (low * high) ** 0.5
         low, high = (low, middle) if utilisation(middle, period) >= share else (middle, high)
     return high
