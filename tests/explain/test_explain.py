@@ -439,6 +439,32 @@ def test_what_ddp_does_not_take_is_told_as_a_run_tells_it(model: str, told: str,
     assert len(buckets) > 1
 
 
+CLOSES = """
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(64, 10)
+        self.call = lambda x: self.line(x)
+
+    def forward(self, x):
+        return self.call(x.flatten(1))
+"""
+
+
+def test_a_model_whose_copy_calls_the_model_itself_is_left_to_ddp(tmp_path: Path) -> None:
+    """A closure stays what it is in a copy. The model is left without gradients."""
+    (tmp_path / "closes.py").write_text(CLOSES)
+    file = tmp_path / "closes.yaml"
+    file.write_text(f"{HEAD.format(model='closes.Net')}stages: [train: {{steps: 1}}]\n")
+    probe = explain(load(file), hosts=1, ranks_per_host=2).probe
+    (bucket,) = buckets_of(probe).layouts
+    assert [param.name for param in bucket.params] == ["line.bias", "line.weight"]
+    assert [param.grad for param in probe.model.parameters()] == [None, None]
+
+
 IGNORES = """
 from torch import nn
 
