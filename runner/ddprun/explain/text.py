@@ -204,15 +204,14 @@ def _end_lines(stage: StageExplanation) -> Iterator[str]:
 def _evaluation_lines(stage: StageExplanation) -> Iterator[str]:
     if not isinstance(stage.stage, StepStage) or stage.stage.evaluate is None:
         return
-    every, times = stage.stage.evaluate.every, sum(one.times for one in stage.evaluations)
-    when = f"every {every} steps" if every != "epoch" else "each epoch"
-    when = f"After {'each step' if every == 1 else when}, and at the end"
-    when += f": {format_count(times, 'evaluation')}." if stage.steps is not None else "."
+    every, known = stage.stage.evaluate.every, stage.steps is not None
+    when = "After each epoch" if every == "epoch" else f"After every {format_count(every, 'step')}"
+    count = format_count(sum(one.times for one in stage.evaluations), "evaluation")
+    when += f", and at the end{f': {count}' if known else ''}."
     sent = []
     for one in stage.evaluations:
-        whose = f"{one.times} of them: " if stage.steps is not None else "Some of them: "
-        whose = "Each sends " if len(stage.evaluations) == 1 else whose
-        sent.append(whose + (_exchanges_phrase(one.exchanges) if one.exchanges else "nothing"))
+        whose = f"{one.times if known else 'Some'} of them: " if len(stage.evaluations) > 1 else "Each sends "
+        sent.append(whose + (_exchanges_phrase(one.exchanges) or "nothing"))
     yield from paragraph("Evaluate", f"{when} {'; '.join(sent)}. Then each rank has its own values again.")
     others = [one for one in stage.exchanges if one.moment != "evaluate"]
     yield from _bucket_tables(_exchanges_at(stage, "evaluate"), shown=others)
