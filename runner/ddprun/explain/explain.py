@@ -178,7 +178,7 @@ class Explanation:
         """What the moving average of the weights takes on each rank; None: there is none."""
         if self.loaded.pipeline.ema is None:
             return None
-        return sum(one.nbytes for one in initial_averages(self.probe.model).values())
+        return sum(one.nbytes for one in initial_averages(self.probe.model, "meta").values())
 
     def to_json_data(self) -> dict[str, Any]:
         """For `--format json` (`docs/explain.md`); bytes throughout."""
