@@ -91,6 +91,23 @@ def test_it_changes_no_bit_of_training(tmp_path: Path, sync: str, hooks: str, mo
     assert (watched / "best.safetensors.yaml").exists()
 
 
+@pytest.mark.parametrize("stages", ["train: {steps: 6, evaluate: {every: 2}}", "train: {steps: 6}, evaluate"])
+def test_ranks_that_measure_with_buffers_of_their_own_are_told_once(stages: str, tmp_path: Path) -> None:
+    """In a stage, and by a stage: the figure is of no one model, and the file that is saved is rank 0's."""
+    (tmp_path / "p.yaml").write_text(f"""
+model: cnn
+data: digits
+loader: {{batch_size: 8}}
+optimizer: {{sgd: {{lr: 0.1}}}}
+buffers: never
+stages: [{stages}, save]
+""")
+    said = ddprun("p.yaml", "--nproc-per-node=2", cwd=tmp_path).stderr
+    differ = "buffers differ between ranks (buffers: never)"
+    assert said.count(f"evaluate: {differ}: each rank measures with its own") == 1, said
+    assert said.count(f"save: {differ}: rank 0's are saved") == 1
+
+
 @pytest.mark.parametrize(
     ("sync", "ranks"),
     [("{local_sgd: {every: 50}}", 2), ("{hierarchical_sgd: {within: 2, across: 50, hosts: 2}}", 4)],

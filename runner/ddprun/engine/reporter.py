@@ -61,9 +61,16 @@ class Reporter:
         self._shares: Sequence[int] = ()
         self._choices: dict[tuple[int, str, int], str] = {}  # by hook, kind of payload and bucket
         self._recompile_limit_reported = self._drift_reported = False
+        self._noted: set[str] = set()
 
     def note(self, text: str) -> None:
         self.screen.note(text)
+
+    def note_once(self, text: str) -> None:
+        """Say something that stays true, only when it is first known."""
+        if text not in self._noted:
+            self._noted.add(text)
+            self.note(text)
 
     def salvage_records(self) -> None:
         """Write what can be recorded without the other ranks: the run has failed."""

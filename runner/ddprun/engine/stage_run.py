@@ -32,6 +32,8 @@ from ddprun.telemetry.records import StageStarted
 from ddprun.telemetry.writer import log_event
 from ddprun_hooks import Hook
 
+_OWN_BUFFERS = "buffers differ between ranks (buffers: never)"
+
 
 @dataclass(frozen=True, slots=True)
 class StageRun:
@@ -359,8 +361,10 @@ def eval_model(session: Session) -> Iterator[None]:
         seeding.preserve_rng_state(runtime.device),
         runtime.frozen.temporarily_equal(),
         averaged_weights(session),  # compares ranks before buffers are made equal
-        runtime.buffers.temporarily_equal(),
+        runtime.buffers.temporarily_equal() as differing,
     ):
+        if differing and runtime.buffers.plan.setting.when == "never":
+            session.reporter.note_once(f"evaluate: {_OWN_BUFFERS}: each rank measures with its own")
         runtime.model.eval()
         try:
             yield
@@ -379,6 +383,6 @@ def make_buffers_equal(session: Session, stage: EvaluateStage | SaveStage) -> No
     if runtime.buffers.plan.setting.when == "never":
         evaluates = isinstance(stage, EvaluateStage)
         whose = "each rank measures with its own" if evaluates else "rank 0's are saved"
-        reporter.note(f"{stage.name}: buffers differ between ranks (buffers: never): {whose}")
+        reporter.note_once(f"{stage.name}: {_OWN_BUFFERS}: {whose}")
     else:
         reporter.events.info("buffers_sent", stage=stage.index, step=state.step, names=list(names))

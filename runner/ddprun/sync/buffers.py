@@ -189,12 +189,13 @@ class BufferSync:
         return tuple(wanted)
 
     @contextmanager
-    def temporarily_equal(self) -> Iterator[None]:
-        """Inside, buffers are as before an evaluate stage; then each rank has its own again, bit for bit."""
+    def temporarily_equal(self) -> Iterator[tuple[str, ...]]:
+        """Inside, buffers are as before an evaluate stage; then each rank has its own again, bit for bit.
+        Gives the names that `before_evaluate_or_save` does.
+        """
         own, common_values = clone_buffers(self._model), self._common_values
-        self.before_evaluate_or_save()
         try:
-            yield
+            yield self.before_evaluate_or_save()
         finally:
             self._common_values = common_values
             load_buffers(self._model, own)
