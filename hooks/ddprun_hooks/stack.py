@@ -151,13 +151,16 @@ class Stack:
         it: then what was not sent is sent later, and once. The first of `others` that has state gives it.
         """
         for name, hook in self._by_name.items():
-            for other in others:
-                source = other._by_name.get(name)
-                # A cast with `accumulate` keeps state, one without does not.
-                if type(source) is type(hook) and source is not hook and (state := source.state_dict()):
-                    hook.load_state_dict(state)
-                    source.load_state_dict({})
-                    break
+            namesakes = [other._by_name[name] for other in others if name in other._by_name]
+            # A cast with `accumulate` keeps state, one without does not.
+            alike = [one for one in namesakes if type(one) is type(hook) and one is not hook]
+            inner = hook.inner_stacks()
+            for level, stack in inner.items():
+                stack.adopt_state([one.inner_stacks()[level] for one in alike])
+            source = next((one for one in alike if one.state_dict()), None)
+            if source is not None and not inner:
+                hook.load_state_dict(source.state_dict())
+                source.load_state_dict({})
 
     def begin_step(self) -> None:
         """A step begins that `rollback` may undo."""

@@ -1,6 +1,7 @@
 """The doctor on this host alone, as a real process."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,16 @@ def test_bad_input_is_one_line(
     assert (done.code, done.stdout) == (2, ""), done.stderr
     assert told in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_rendezvous_that_has_no_address_is_said_at_once(tmp_path: Path) -> None:
+    """A run waits for the name, which a cluster may only be about to know."""
+    began = time.monotonic()
+    flags = ["--nnodes=2", "--rdzv-endpoint=no-such-host.invalid:29400", "--timeout=50"]
+    done = ddprun("doctor", *flags, cwd=tmp_path)
+    assert time.monotonic() - began < 40
+    assert done.code == 1
+    assert "the name 'no-such-host.invalid' of 'no-such-host.invalid:29400' does not" in done.stderr
 
 
 @needs_namespaces

@@ -90,7 +90,7 @@ def test_shares_of_other_hosts_are_cut_anew() -> None:
     flat: Specs = ["int8"]
     halves: Specs = [two_level(across=["int8"])]
     states = states_of(halves, 4)
-    total = make_stack(halves).merge(states)["hierarchical"]["int8"]
+    total = make_stack(halves).merge(states)["hierarchical"]["across"]["int8"]
 
     def body(c: Rank) -> tuple[Tensor, dict[str, Any]]:
         c.stack.load_state_dict({"int8": total})
@@ -117,6 +117,22 @@ def test_what_another_stack_takes_over_is_kept_there_alone(specs: Specs) -> None
         assert residual_total(make_stack(specs).merge([before])).abs().max() > 1e-6
         assert not left
         assert_same(taken, before)
+
+
+def test_a_stack_with_other_hooks_between_hosts_leaves_their_state_where_it_is() -> None:
+    """A third stage has the first one's stack again, and sends what was kept there."""
+    specs: Specs = [two_level(across=["int8"])]
+
+    def body(c: Rank) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        c.step(0, torch.float64)
+        before, later = c.stack.state_dict(), make_stack([two_level(across=["topk"])])
+        later.adopt_state([c.stack])
+        return before, c.stack.state_dict(), later.state_dict()
+
+    for before, left, taken in run_hooks(specs, 2, body):
+        assert before
+        assert_same(left, before)
+        assert not taken
 
 
 @pytest.mark.parametrize("number", [1, 0])

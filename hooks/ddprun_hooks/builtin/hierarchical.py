@@ -72,14 +72,16 @@ class Hierarchical(Hook):
 
     def state_dict(self) -> dict[str, Any]:
         """State of the hooks between hosts, which is of this rank's shares."""
-        return self.across.state_dict()
+        state = self.across.state_dict()
+        return {"across": state} if state else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.across.load_state_dict(state or {name: {} for name in self.across.names})
+        self.across.load_state_dict(state.get("across", {}))
 
     def merge(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The state of all shares together."""
-        return self.across.merge(states)
+        merged = self.across.merge([state["across"] for state in states if "across" in state])
+        return {"across": merged} if merged else {}
 
 
 @functools.lru_cache(maxsize=1024)

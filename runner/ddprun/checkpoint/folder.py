@@ -37,7 +37,7 @@ from ddprun.run_files import open_file, read_json_object
 from ddprun_hooks.comm.control import ControlChannel
 
 CHECKPOINTS_FOLDER = "checkpoints"  # in the folder of a run
-VERSION = 8
+VERSION = 9
 _CHUNK_BYTES = 64 << 20
 MANIFEST = "manifest.json"
 

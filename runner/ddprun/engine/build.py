@@ -37,6 +37,7 @@ from ddprun.engine.samples import Collate
 from ddprun.engine.stateful_metric import StatefulMetric
 from ddprun.engine.turns import Turns
 from ddprun.engine.weights import freeze
+from ddprun.units import format_count
 from ddprun.zoo.data import DATASETS, DataError, TrainEvalSplit
 from ddprun.zoo.functions import FUNCTIONS
 from ddprun.zoo.models import MODELS
@@ -471,14 +472,14 @@ def check_sync(loaded: LoadedPipeline, turns: Turns, world_size: int) -> None:
                 text = f"{fragments} fragments of {count} trained parameters: each needs at least one"
                 faults.append(loaded.fault(f"{path}.fragments", text, f"at most {count}"))
             if (hosts := settings.plan.hosts) and world_size % hosts:
-                text = f"{hosts} hosts cannot have equally many of {world_size} ranks"
-                faults.append(loaded.fault(f"{path}.hosts", text, "write a number that divides the ranks"))
+                text = f"{hosts} hosts cannot share {world_size} ranks equally"
+                faults.append(loaded.fault(f"{path}.hosts", text, f"a number that divides {world_size}"))
             if is_complex and settings.plan.gradients and settings.hooks:
                 text = "the model has complex parameters, and hooks carry gradients of real numbers only"
                 faults.append(loaded.fault(stage.key_path("hooks"), text, "remove the hooks"))
         for source in sources:
             if source >= world_size:
-                text = f"there is no rank {source}: the run has {world_size} ranks"
-                faults.append(loaded.fault(f"{path}.source", text, f"0 to {world_size - 1}"))
+                text = f"there is no rank {source}: the run has {format_count(world_size, 'rank')}"
+                faults.append(loaded.fault(f"{path}.source", text, f"at most {world_size - 1}"))
     if faults:
         raise PipelineError(dict.fromkeys(faults))

@@ -108,6 +108,7 @@ class Feed:
         self._order: tuple[int, list[int]] | None = None  # an epoch, and the order of its samples
         # This rank's, and their numbers.
         self._first_samples: tuple[Sequence[Any], Sequence[int]] | None = None
+        self._digest_of_first = self._digest_of_ahead = b""  # of what a stream yields first
         self._stream = PeekableStream(self.dataset, self._stream_rng())
         self._control: ControlChannel | None = None
         self._lengths: list[int] = []  # samples of each rank's dataset
@@ -269,12 +270,13 @@ class Feed:
     def _epoch_steps(self, accumulate: int, ranks: Sequence[int]) -> Iterator[StepBatches]:
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.epoch)
-        if not self.iterable and (length := self._own_epoch_samples()) != (usual := self._lengths[self.rank]):
-            problem = f"there are {length} samples in epoch {self.epoch + 1}, but {usual} before"
-            allowed = "keep the length of the data set, or of its sampler, the same in each epoch"
-            raise self.make_error(problem, allowed)
         make_steps = self._sharded_iterable_steps if self.sharded else self._iterable_steps
         if not self.iterable:
+            length, usual = self._own_epoch_samples(), self._lengths[self.rank]
+            if length != usual:
+                problem = f"there are {length} samples in epoch {self.epoch + 1}, but {usual} before"
+                allowed = "keep the length of the data set, or of its sampler, the same in each epoch"
+                raise self.make_error(problem, allowed)
             self._first_samples = None  # not needed any more
             make_steps = self._map_style_steps
         share = None
@@ -297,7 +299,8 @@ class Feed:
     # Map-style: the whole epoch is arithmetic, so a step's total is known before a sample is loaded.
 
     def _map_style_steps(self, accumulate: int, ranks: Sequence[int]) -> Iterator[StepBatches]:
-        if not self._samples_left(consumed := self._consumed_samples):
+        consumed = self._consumed_samples
+        if not self._samples_left(consumed):
             return
         order = self._epoch_indices()
 

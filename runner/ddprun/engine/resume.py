@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ddprun.checkpoint import folder
 from ddprun.checkpoint.codec import DamagedError
@@ -122,7 +123,7 @@ def errors_of_checkpoint(session: Session, checkpoint: Checkpoint) -> Iterator[N
         yield
     except StateError as error:
         raise session.runtime.loaded.error("model", f"{error} ({where})") from None
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, dist.DistError):  # too little memory here; another rank has ended
         raise
     except _ERRORS as error:  # a DamagedError is one of these
         text = str(error)

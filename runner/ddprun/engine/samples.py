@@ -95,8 +95,8 @@ def _batch_error(samples: Sequence[Any], numbers: Sequence[int], error: Exceptio
     if other is not None:
         return BatchError(
             f"samples do not fit into one batch: {first}, sample {numbers[other]} is {shown[other]}",
-            "give all samples the same keys, types and shapes (resize, crop or pad them in the data set), or "
-            "write loader: {batch_size: 1}",
+            "give all samples the same keys, types and shapes: resize, crop or pad them in the data set; or, "
+            "if shapes alone differ, write loader: {batch_size: 1}",
         )
     why, *_ = str(error).strip().splitlines() or [type(error).__name__]
     return BatchError(

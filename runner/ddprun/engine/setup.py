@@ -51,6 +51,7 @@ from ddprun.telemetry.stragglers import StragglerDetector
 from ddprun.telemetry.writer import RecordFiles, log_event
 from ddprun.track import RunInfo
 from ddprun_hooks.comm.control import ControlChannel, open_control_channel
+from ddprun_hooks.comm.groups import check_placement, check_shared_memory_device
 from ddprun_hooks.errors import HookSetupError, format_ranks
 from ddprun_hooks.exchange import Exchange
 
@@ -322,12 +323,13 @@ def _open_exchange(
             **needed._asdict(),
         )
     except HookSetupError as error:
-        places = [
-            stage.key_path("hooks")
-            for stage, _ in stages
-            if any(one.leg != "world" or one.shared for one in all_ranks[stage.index].requirements)
-        ]
-        raise loaded.error(next(iter(places), "sync"), str(error)) from None
+        for stage, _ in stages:
+            try:
+                check_shared_memory_device(device, all_ranks[stage.index].requirements)
+                check_placement(ranks.placement, all_ranks[stage.index].requirements)
+            except HookSetupError as misfit:
+                raise loaded.error(stage.key_path("hooks"), str(misfit)) from None
+        raise loaded.error("sync", str(error)) from None
 
 
 def _compare_data(feed: Feed, name: str, control: ControlChannel, reporter: Reporter) -> None:

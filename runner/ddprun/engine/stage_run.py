@@ -145,7 +145,8 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
         if settings.epochs is not None:
             feed.skip_rest_of_epoch()
         cursor.begin(stage.index, state.step, feed.next_epoch)
-    results, stop_metric = state.results, None if stage.stop is None else stage.stop.metric
+    results = state.results  # `kept` stays, since the file does
+    stop_metric = None if stage.stop is None else stage.stop.metric
     if saved is None or stop_metric != results.stop_metric:
         results.stop_metric, results.best, results.since_best = stop_metric, None, 0
     steps, done = settings.steps, state.step - cursor.first_step

@@ -78,8 +78,9 @@ def load_weights(loaded: LoadedPipeline, model: nn.Module) -> None:
         hint = 'allow some, as in init: {file: …, missing: ["head.*"], unexpected: ["old.*"]}'
         raise loaded.error("init", f"{path.name} does not fit the model: {shown}", hint)
     with torch.no_grad():
-        for name in fitting:
-            model_tensors[name].copy_(file_tensors[name])
+        for name, value in model_tensors.items():  # in this order: tied weights may differ in the file
+            if name in fitting:
+                value.copy_(file_tensors[name])
 
 
 def freeze(loaded: LoadedPipeline, model: nn.Module) -> None:

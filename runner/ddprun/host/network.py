@@ -120,13 +120,13 @@ def host_and_port(endpoint: str) -> tuple[str, int]:
 
 
 def connection_problem(host: str, port: int) -> str:
-    """Why nobody answers there; empty if somebody listens. Takes seconds at most."""
+    """Why nobody answers there; empty if somebody listens. Takes seconds for each address of the host."""
     try:
         socket.create_connection((host, port), timeout=_CONNECT_S).close()
     except TimeoutError:
         return "no answer"
-    except OSError as error:
-        return (error.strerror or str(error)).lower()
+    except (OSError, UnicodeError) as error:  # the latter for what can be no name
+        return (getattr(error, "strerror", None) or str(error)).lower()
     return ""
 
 

@@ -33,12 +33,12 @@ def temporary_launcher_folder(parent: Path | None = None) -> Iterator[Path]:
     """
     remove_dead_launcher_folders()
     # A TemporaryDirectory would be deleted by ranks, too, which are forked and end as Python does.
-    unlocked = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=parent))
-    handle = os.open(unlocked, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    # On the folder itself, which is also how one tells cleaners of temporary files to leave it.
-    fcntl.flock(handle, fcntl.LOCK_EX)
-    folder = unlocked.rename(unlocked.with_name(unlocked.name.removeprefix(".")))  # and so may be found
+    folder = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=parent))
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
+        # On the folder itself, which is also how one tells cleaners of temporary files to leave it.
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        folder = folder.rename(folder.with_name(folder.name.removeprefix(".")))  # and so may be found
         # Room for the outcome, which a disk that fills up later cannot take away.
         (folder / _OUTCOME).write_text(" " * _OUTCOME_WIDTH)
         yield folder

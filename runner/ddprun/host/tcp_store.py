@@ -6,6 +6,7 @@ Source: https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.
 import socket
 import time
 from datetime import timedelta
+from functools import partial
 
 from torch.distributed import DistNetworkError, TCPStore
 
@@ -29,12 +30,12 @@ def open_store(
     address = listen_address(host) if serve else None
     wait = world_size is not None
     if address is None:
-
-        def connect() -> TCPStore:
-            if not serve:
-                _wait_for_server(host, port, timeout.total_seconds())
-            return TCPStore(host, port, world_size, serve, timeout, wait_for_workers=wait, multi_tenant=True)
-
+        if not serve:
+            # In a thread, which a signal can interrupt.
+            run_in_daemon_thread(partial(_wait_for_server, host, port, timeout.total_seconds())).result()
+        connect = partial(
+            TCPStore, host, port, world_size, serve, timeout, wait_for_workers=wait, multi_tenant=True
+        )
         try:
             return run_in_daemon_thread(connect).result((1 + wait) * timeout.total_seconds() + _ANSWER_S)
         except TimeoutError:  # once it is connected, torch waits for an answer for ever

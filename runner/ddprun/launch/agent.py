@@ -101,8 +101,8 @@ class Agent(LocalElasticAgent):
             run_in_daemon_thread(partial(super()._rendezvous, worker_group)).result()
         except RendezvousTimeoutError:  # it says nothing
             raise RendezvousError(
-                f"fewer than {self._min_nodes} hosts came in time: start the same command on each of them, "
-                "with the same --rdzv-id"
+                f"fewer than {self._min_nodes} hosts came in time, or the others run without this one: start "
+                "the same command on each of them, with the same --rdzv-id"
             ) from None
         present = worker_group.group_world_size or 0
         if present < self._min_nodes:

@@ -5,7 +5,7 @@ import shutil
 import signal
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -92,7 +92,9 @@ def _run_with_watchdog(agent: Agent, config: LaunchConfig, folder: Path) -> int:
     multi_host, endpoint = config.max_nodes > 1, config.rdzv_endpoint
 
     def rendezvous_answers() -> bool:
-        return not network.connection_problem(*network.host_and_port(endpoint))
+        with suppress(ValueError):
+            return not network.connection_problem(*network.host_and_port(endpoint))
+        return False
 
     _forward_signals(agent, folder, config)
     watchdog = LauncherWatchdog(

@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from ddprun import EXIT_FAILURE
-from ddprun.host.network import host_and_port
+from ddprun.host.network import host_and_port, resolve_addresses
 from ddprun.launch.flags import rendezvous_parameters, silence_torchelastic, torchrun_args
 from ddprun.launch.launcher import Flags, flag_or_variable
 from ddprun.launch.rendezvous import make_handler
@@ -127,6 +127,12 @@ def join_rendezvous(flags: Flags, timeout_s: float, purpose: str) -> tuple[Rende
         # Clocks that are apart would make hosts take each other for dead: that is to be reported.
         limits = {"join_timeout": join_s, "read_timeout": join_s, "keep_alive_max_attempt": _NO_LIMIT}
     parameters = rendezvous_parameters(config, **limits)
+    host, port = host_and_port(parameters.endpoint)
+    if not resolve_addresses(host):
+        raise HostsError(
+            f"the name {host!r} of {parameters.endpoint!r} does not resolve here",
+            "add it to /etc/hosts or to the name service, or write an address",
+        )
     try:
         handler = make_handler(parameters)
         return handler, handler.next_rendezvous()
@@ -135,6 +141,6 @@ def join_rendezvous(flags: Flags, timeout_s: float, purpose: str) -> tuple[Rende
         raise HostsError(
             f"not all of the {hosts} hosts reached {parameters.endpoint} within {timeout_s:g} s ({why})",
             f"start the same command on all {hosts} hosts within this time (--timeout SECONDS gives more); "
-            f"where it cannot connect, open TCP port {host_and_port(parameters.endpoint)[1]} to that host; "
+            f"where it cannot connect, open TCP port {port} to that host; "
             "choose a port that is free" + ("" if static else ", and the same --rdzv-id everywhere"),
         ) from None

@@ -36,9 +36,10 @@ _WAITS_NOTED = 4
 _REPORT_S = 10.0  # how long the handler may take
 
 _PYTHON = os.path.join(sysconfig.get_path("stdlib"), "")
-_TORCH, *_DDPRUN = (
-    os.path.join(os.path.dirname(file), "")
-    for file in (torch.__file__, ddprun.__file__, ddprun_hooks.__file__)
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+_DDPRUN = (
+    os.path.join(os.path.dirname(ddprun.__file__), ""),
+    os.path.join(os.path.dirname(ddprun_hooks.__file__), ""),
 )
 
 
@@ -249,7 +250,7 @@ def user_code_location(thread: int) -> str:
     innermost = sys._current_frames().get(thread)
     stack = [frame for frame, _ in traceback.walk_stack(innermost)] if innermost is not None else []
     outside = [frame for frame in stack if not _is_library_file(frame.f_code.co_filename)]
-    of_user = (frame for frame in outside if not frame.f_code.co_filename.startswith(tuple(_DDPRUN)))
+    of_user = (frame for frame in outside if not frame.f_code.co_filename.startswith(_DDPRUN))
     frame = next(of_user, next(iter(outside), innermost))
     if frame is None:
         return ""
