@@ -446,8 +446,14 @@ from torch import nn
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.line = nn.Linear(64, 10)
-        self.call = lambda x: self.line(x)
+        self.line, self.last = nn.Linear(64, 10), None
+        self.call = lambda x: self.keep(self.line(x))
+
+    def keep(self, x):
+        if self.last is not None:
+            float(self.last.sum())
+        self.last = x.detach()
+        return x
 
     def forward(self, x):
         return self.call(x.flatten(1))

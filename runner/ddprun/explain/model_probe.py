@@ -224,7 +224,7 @@ def _completed_gradients(model: nn.Module, objective: Objective, feed: Feed, tur
         with warnings.catch_warnings(action="ignore"):
             warmup_pass(model, objective, feed, turn, backward=False)  # fills caches with values
         with (
-            seeding.preserve_state(device, objective.loss),
+            seeding.preserve_state(device, model, objective.loss),  # a copy may call the model itself
             FakeTensorMode(allow_non_fake_inputs=True) as fake,
         ):
             with FakeCopyMode(fake):

@@ -115,11 +115,11 @@ def check_predictable(loaded: LoadedPipeline) -> None:
             raise loaded.error(stage.key_path("sync"), text, "write a number of steps")
         if settings.turns:
             raise loaded.error(f"{stage.path}.turns", "only steps with one backward pass can be predicted")
-    (_, first), *others = loaded.pipeline.frozen_patterns().items()
+    (first_path, first), *others = loaded.pipeline.frozen_patterns().items()
     for path, patterns in others:
         if patterns != first:
             text = "stages freeze different parameters, so one cannot be predicted from another"
-            raise loaded.error(path, text, "predict them one by one")
+            raise loaded.error(path if patterns else first_path, text, "take the stages one by one")
 
 
 def costs_of_run(run: Run, stage_count: int) -> Costs:
