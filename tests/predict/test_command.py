@@ -56,13 +56,16 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder / "good.yaml", finished.stdout
 
 
-def test_costs_of_a_file_with_unequal_shares_are_measured_with_equal_ones(
+def test_a_short_run_has_equal_shares_and_no_schedule(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out
 ) -> None:
-    """The short run also has stages that exchange nothing, which unequal shares do not go with."""
+    """It also has stages that exchange nothing, which unequal shares do not go with, and all are shorter
+    than many a warm-up.
+    """
     monkeypatch.chdir(tmp_path)
-    text = GOOD.replace(", sync: {local_sgd: {every: 4}}", "").replace("8}", '8, balance: {"1": 0.5}}', 1)
-    (tmp_path / "good.yaml").write_text(text)
+    head = GOOD.partition("stages:")[0].replace("8}", '8, balance: {"1": 0.5}}', 1)
+    schedule = "warmup_steps: 100\nschedule: {CosineAnnealingLR: {T_max: 400}, over: run}\n"
+    (tmp_path / "good.yaml").write_text(f"{head}{schedule}stages: [train: {{steps: 500}}]\n")
     assert main(["explain", "good.yaml", "--link=1Gbit"]) == 0
     assert "Predicted" in capsys.readouterr().out
 

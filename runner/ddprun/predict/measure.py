@@ -34,6 +34,8 @@ STAGE_REPETITIONS = 2  # since a machine is not always equally fast
 QUIET = ("audit.every=0", "checkpoint={keep: 0}", "launch.max_restarts=0", "track=[]")
 """Overrides of a short run: it does nothing beside training."""
 
+_NO_SCHEDULE_OF_RUN = "schedule=null"  # `over: run` allows a stage none of its own
+
 _LOG_LINES = 12
 _COMPUTATION_KEYS = ("model", "data", "loss", "precision", "compile")
 _SENT_TOLERANCE = 0.01
@@ -53,7 +55,7 @@ def _measured_stage(loaded: LoadedPipeline, steps: int = STEPS_PER_STAGE, **sett
     """The pipeline's first train stage with these settings, as the short run has it."""
     if not (trained := loaded.pipeline.train_stages()):
         raise CostsUnknownError("no stage trains, so there is nothing to predict")
-    settings |= {"schedule": None, "mutate": None}
+    settings |= {"schedule": None, "warmup_steps": 0, "mutate": None}
     return loaded.stage_with_steps(trained[0], steps, only_training=True, **settings)
 
 
@@ -85,7 +87,7 @@ def run_measurement(
     say(f"a short run measures what steps cost here, in {run_dir}")
     settings = [*loaded.overrides, *overrides, f"stages={measurement_stages_yaml(loaded, stacks)}", *QUIET]
     # Shares are for stages that average gradients in every step, which not all of these do.
-    settings += ["timings={every: 1, gradients: true}", "loader.balance=null"]
+    settings += ["timings={every: 1, gradients: true}", "loader.balance=null", _NO_SCHEDULE_OF_RUN]
     command = [sys.executable, "-P", "-m", "ddprun", "run", str(loaded.path), "--run-dir", str(run_dir)]
     command += ["--nnodes", "1", *(word for setting in settings for word in ("--set", setting))]
     psutil.cpu_percent()  # counts from here
@@ -196,7 +198,8 @@ def _script_as_pipeline(run: Run, like: LoadedPipeline) -> LoadedPipeline:
         f"{run.folder} observed a script: its records give times, buckets, ranks, cores, the names of hooks "
         f"and accumulate: {passes}; {like.path} gives the rest"
     )
-    return load(like.path, (*like.overrides, f"stages={flow_yaml([steps])}"), like.folder)
+    overrides = (*like.overrides, _NO_SCHEDULE_OF_RUN, f"stages={flow_yaml([steps])}")
+    return load(like.path, overrides, like.folder)
 
 
 def _check_sends_the_same(run: Run, path: Path, stage: StageExplanation, costs: StageCosts) -> None:
