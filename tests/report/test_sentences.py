@@ -306,7 +306,7 @@ def test_advice_names_first_what_loses_nothing(
     assert last == (
         f"To try{next_}, although it changes training: sending less (`ddprun compare` with `--vary "
         "'hooks=[[], [fp16], [int8]]'`); "
-        "synchronising less often (`accumulate: 2`, or `sync: {local_sgd: {every: 8}}`)."
+        "synchronising less often (a larger `accumulate`, or `sync: {local_sgd: {every: 8}}`)."
     )
 
 

@@ -41,7 +41,7 @@ _LEVERS = {
         '`hooks=["fp16"]` in `ddprun.observe`',
     ),
     "syncing_less": (
-        "`accumulate: 2`, or `sync: {local_sgd: {every: 8}}`",
+        "a larger `accumulate`, or `sync: {local_sgd: {every: 8}}`",
         "more backward passes under `no_sync` before each optimizer step",
     ),
     "cheaper_hooks": (
