@@ -451,3 +451,6 @@ def test_turns_are_told_apart(tmp_path: Path, capsys: Out) -> None:
     assert main(["explain", str(file), "--link", "1Gbit"]) == 2
     told = f"{file}:6:35: stages[0].train.turns: only steps with one backward pass can be predicted"
     assert told in capsys.readouterr().err
+    closure = ("--set=optimizer={LBFGS: {lr: 1}}", "--set=stages=[{train: {steps: 4}}]", "--set=loss=model")
+    assert main(["explain", str(file), "--link", "1Gbit", *closure]) == 2
+    assert "optimizer: only steps with one backward pass can be predicted" in capsys.readouterr().err

@@ -108,13 +108,18 @@ class Costs:
 
 
 def check_predictable(loaded: LoadedPipeline) -> None:
-    """Raise a PipelineError if the costs of steps differ: they train other parameters, or are rounds."""
+    """Raise a PipelineError if the costs of steps differ: they train other parameters, are rounds, or have
+    several backward passes.
+    """
+    only, optimizer = "only steps with one backward pass can be predicted", loaded.pipeline.optimizer
+    if "closure" in optimizer.beside or optimizer.name == "LBFGS":
+        raise loaded.error("optimizer", f"{only}, and this optimizer asks for as many as it wants")
     for stage, settings in loaded.pipeline.stages_and_settings():
         if settings.plan.round is not None:
             text = "has rounds, which cannot be predicted: their length is measured while they run"
             raise loaded.error(stage.key_path("sync"), text, "write a number of steps")
         if settings.turns:
-            raise loaded.error(f"{stage.path}.turns", "only steps with one backward pass can be predicted")
+            raise loaded.error(f"{stage.path}.turns", only)
     (first_path, first), *others = loaded.pipeline.frozen_patterns().items()
     for path, patterns in others:
         if patterns != first:
