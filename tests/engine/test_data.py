@@ -868,8 +868,8 @@ class Objects(Ids):
         (
             Odd(16),
             "samples do not fit into one batch: sample 4 is (float32 (3, 8), int), sample 5 is "
-            "(float32 (3, 9), int); give all samples the same keys, types and shapes (resize, crop or pad "
-            "them in the data set), or write loader: {batch_size: 1}",
+            "(float32 (3, 9), int); give all samples the same keys, types and shapes: resize, crop or pad "
+            "them in the data set; or, if shapes alone differ, write loader: {batch_size: 1}",
         ),
         (
             Objects(16),

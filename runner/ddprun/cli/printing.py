@@ -45,7 +45,7 @@ def _styled(fault: PipelineFault) -> str:
 def cannot_write(target: Path, error: OSError) -> click.ClickException:
     """The error of a command that could not write a file or folder."""
     why = error.strerror or str(error)
-    if isinstance(error, FileNotFoundError) and not target.parent.exists():
+    if isinstance(error, FileNotFoundError | NotADirectoryError) and not target.parent.is_dir():
         why = f"there is no folder {target.parent}"
     return click.ClickException(f"cannot write {target}: {why}")
 
