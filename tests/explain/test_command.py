@@ -343,7 +343,7 @@ def test_each_fault_of_a_run_is_told(file: Path, capsys: Out) -> None:
     [
         ("hooks=[shared_memory]", 'hooks: "shared_memory" sums over the ranks of one host'),
         ("hooks=[{hierarchical: {hosts: 3}}]", "hooks: two levels with hosts: 3"),
-        ("sync={hierarchical_sgd: {across: 8, hosts: 3}}", "hierarchical_sgd.hosts: 3 hosts cannot have"),
+        ("sync={hierarchical_sgd: {across: 8, hosts: 3}}", "hierarchical_sgd.hosts: 3 hosts cannot share"),
         ("sync={broadcast: {every: 2, source: 8}}", "sync.broadcast.source: there is no rank 8"),
         (
             "sync={diloco: {every: 20, fragments: 7}}",

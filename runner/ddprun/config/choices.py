@@ -244,8 +244,8 @@ def parse_metric(value: Any) -> Choice:
         raise problem("perplexity is of the loss", "remove it", at=min(choice.beside), on_key=True)
     name, parts = metric_name(choice), {"output", "target"} & choice.beside.keys()
     if not (isinstance(name, str) and name and name.isprintable()) or name in RESERVED_METRIC_NAMES:
-        hint = "write another beside it, such as {metric: {}, name: f1_macro}"
-        raise expected("a name for the metric that no field of its event has", hint, at="name", got=name)
+        hint = "write another, as in {mine.step: {}, name: my_step}"
+        raise expected("a name for the metric that is not a field of its record", hint, at="name", got=name)
     if len(parts) == 1:
         missing = min({"output", "target"} - parts)
         raise problem(f'it has no "{missing}"', f"write {missing}, too: a key", at=min(parts), on_key=True)
