@@ -244,6 +244,7 @@ def test_on_two_hosts_only_the_named_address_listens(tmp_path: Path) -> None:
         )
         with first, second:
             wait_for_steps(first, tmp_path / "run")
+            assert first.process.poll() is None, first.wait().stderr
             listening = [listening_on(host) for host in made]
             for running in (first, second):
                 running.process.send_signal(signal.SIGINT)
