@@ -191,7 +191,7 @@ class BufferSync:
     @contextmanager
     def temporarily_equal(self) -> Iterator[tuple[str, ...]]:
         """Inside, buffers are as before an evaluate stage; then each rank has its own again, bit for bit.
-        Gives the names that `before_evaluate_or_save` does.
+        Gives the same names as `before_evaluate_or_save`.
         """
         own, common_values = clone_buffers(self._model), self._common_values
         try:

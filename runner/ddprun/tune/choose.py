@@ -88,7 +88,7 @@ class Trial:
 
     @property
     def relative_loss_increase(self) -> float | None:
-        """By which share its loss is above the file's; None: not known, as if the file's is 0."""
+        """By which share its loss is above the file's; None: not known, as where the file's is 0."""
         if self.loss is None or not self.baseline_loss:
             return None
         return (self.loss - self.baseline_loss) / abs(self.baseline_loss)
