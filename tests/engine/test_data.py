@@ -499,14 +499,21 @@ def test_an_iterator_is_not_shared_by_loading_processes() -> None:
 
 @pytest.mark.parametrize("kind", [OneShot, StartsAnew, Stream])
 def test_a_stage_that_ends_in_mid_epoch_loses_nothing(kind: Any) -> None:
-    """The next stage goes on with the next sample, however often ranks have looked at the first ones."""
-    source, seen = feed(kind(40), 0, 1), []
-    source.first_batch()
-    source.first_batch()
-    for count in (3, 2, 5):
-        for _, step in zip(range(count), source.steps(1), strict=False):
-            seen += [i for micro in step.micro_batches for i in micro.content[0].tolist()]
-    assert seen == list(range(40))
+    """The next stage goes on with the next sample, however often ranks have looked at the first ones: each
+    for itself, and to compare them, as before step 1 of a run.
+    """
+
+    def body(group: RankGroup) -> list[int]:
+        source, seen = feed(kind(40), 0, 1), list[int]()
+        source.first_batch()
+        assert compare(group, source) == []
+        source.first_batch()
+        for count in (3, 2, 5):
+            for _, step in zip(range(count), source.steps(1), strict=False):
+                seen += [i for micro in step.micro_batches for i in micro.content[0].tolist()]
+        return seen
+
+    assert run_ranks(1, body) == [list(range(40))]
 
 
 @pytest.mark.parametrize("kind", [StartsAnew, Stream])
