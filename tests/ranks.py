@@ -24,6 +24,7 @@ import pytest
 import torch.distributed as dist
 
 from ddprun.cli import main
+from ddprun.parallel.ranks import Ranks
 from tests.namespaces import Host
 from tests.warm import WarmProcess, fork_server, installed_path
 
@@ -140,6 +141,13 @@ def _child(
     pipe.close()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def end_together(ranks: Ranks) -> None:
+    """Wait, on the rank that holds the store, until all have read what they still wanted of it."""
+    ranks.store.set(f"ended/{ranks.rank}", "")
+    if ranks.hosts_store:
+        ranks.store.wait([f"ended/{rank}" for rank in range(ranks.size)])
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from ddprun.engine.failures import FailureContext, open_ranks
 from ddprun.engine.run_folder import SUMMARY_FILE, RunFolderError
 from ddprun.parallel.ranks import Environment
 from ddprun.run_files import RUN_INFO_FILE, ResumeMode
-from tests.ranks import as_processes
+from tests.ranks import as_processes, end_together
 
 PIPELINE = """
 model: {mlp: {inputs: 64, outputs: 10}}
@@ -112,7 +112,9 @@ def apart(
         leaders = run_folder.find_leaders(loaded, agreed, ranks)
     except RunFolderError as error:
         ranks.gather("leaders", None)  # so that the others need not find out
+        end_together(ranks)
         return str(error)
+    end_together(ranks)
     assert {entry.name for entry in wanted.iterdir()} == {"run.json", "pipeline.yaml", "run.lock"}
     return leaders
 

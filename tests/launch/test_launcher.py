@@ -7,7 +7,7 @@ import pytest
 from ddprun.engine.failures import FailureContext, open_ranks
 from ddprun.launch.launcher import LauncherError, detect_launcher, first_host
 from ddprun.parallel.ranks import Environment
-from tests.ranks import as_processes
+from tests.ranks import as_processes, end_together
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -186,7 +186,7 @@ def local_ranks_found(missing: list[str]) -> tuple[int, int]:
         del os.environ[name]
     ranks = open_ranks(Environment.read(), 60.0, FailureContext())
     ranks.connect()
-    ranks.gather("end", None)
+    end_together(ranks)
     return ranks.environment.local_rank, ranks.environment.local_world_size
 
 
