@@ -1,11 +1,14 @@
 """`explain` says what runs then do."""
 
+import os
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from torch import Tensor
 
 from ddprun.config import PipelineError, load
@@ -530,6 +533,29 @@ def test_a_model_that_does_not_fit_is_told_without_torchs_log(
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         explain(load(file), hosts=1, ranks_per_host=2)
     assert not caplog.records
+
+
+PUTS = """
+import torch
+from torch import nn
+
+
+class Net(nn.Linear):
+    def forward(self, x):
+        scores = super().forward(x.flatten(1))
+        return scores.clone().put_(torch.tensor([0]), torch.ones(1))
+"""
+
+
+def test_deterministic_holds_while_the_model_is_looked_at(tmp_path: Path) -> None:
+    """An operation that a run refuses is refused here, too, and torch's setting is afterwards as before."""
+    (tmp_path / "puts.py").write_text(PUTS)
+    file = tmp_path / "puts.yaml"
+    model = "puts.Net: {in_features: 64, out_features: 10}"
+    file.write_text(f"{HEAD.format(model=model)}stages: [train: {{steps: 1}}]\ndeterministic: true\n")
+    with mock.patch.dict(os.environ), pytest.raises(RuntimeError, match="deterministic"):
+        explain(load(file), hosts=1, ranks_per_host=2)
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_a_probe_serves_only_pipelines_whose_buckets_it_knows(tmp_path: Path) -> None:

@@ -115,7 +115,8 @@ class ModelProbe:
 
 @contextmanager
 def _one_rank_process_group() -> Iterator[None]:
-    """A process group of this process alone."""
+    """A process group of this process alone; torch's settings are afterwards as before."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
     before = os.environ.get(_INTERFACE)
     os.environ[_INTERFACE] = "lo"  # the host's own name need not resolve, and nothing is sent anyway
     level = dist.get_debug_level()
@@ -126,6 +127,7 @@ def _one_rank_process_group() -> Iterator[None]:
     finally:
         dist.destroy_process_group()
         dist.set_debug_level(level)
+        torch.use_deterministic_algorithms(deterministic)
         os.environ.pop(_INTERFACE, None)
         if before is not None:
             os.environ[_INTERFACE] = before
@@ -141,7 +143,7 @@ def probe_model(loaded: LoadedPipeline, world: WorldShape) -> ModelProbe:
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     precision = Precision(pipeline.precision, device, channels_last=pipeline.channels_last)
     prepare_imports(loaded.folder)
-    seeding.make_deterministic(device)
+    seeding.make_deterministic(device, strict=pipeline.deterministic)
     seeding.seed_everything(pipeline.seed)
     model = build.place_model(loaded, build.build_model(loaded), device, precision.parameter_dtype)
     data, _ = build.build_data(loaded)
