@@ -130,10 +130,18 @@ class Stage(Options):
         return f"stages[{self._index}].{self.name}"
 
 
+def _parse_interval(value: Any) -> Any:
+    if isinstance(value, bool) or (not isinstance(value, int) and value != "epoch"):
+        raise expected("a number of steps or epoch")
+    if value != "epoch" and value < 1:
+        raise problem(f"must be greater than 0, got {value}")
+    return value
+
+
 class StageEvaluation(Options):
     """Evaluate on the held-out data while a stage trains, which does not change a bit of training."""
 
-    every: PositiveInt | Literal["epoch"]
+    every: Annotated[PositiveInt | Literal["epoch"], CustomValidator(_parse_interval)]
     """Steps of the stage from one evaluation to the next, or `epoch`: at the end of each epoch of the data.
     The last comes at the stage's end."""
 
