@@ -54,6 +54,7 @@ CASES: list[tuple[list[HookSpec], tuple[object, ...], str]] = [
         (0, "hierarchical", "across", 0),
         "there are only two levels",
     ),
+    ([{"hierarchical": {"across": ["noop"]}}], (0, "hierarchical", "across", 0), "alone in the whole stack"),
 ]
 
 

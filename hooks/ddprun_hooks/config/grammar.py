@@ -102,12 +102,14 @@ def _level_refusal(level: str, hook: StackEntry) -> str | None:
     """Why a hook is not allowed in a level of `hierarchical`; None if it is."""
     name = hook.name
     if level == "within" and name not in ALLOWED_WITHIN:
-        hint = "remove it" if name == "hierarchical" else 'move it to "across"'
+        hint = "remove it" if name in ("hierarchical", "noop") else 'move it to "across"'
         return f", which takes fp16, bf16 and shared_memory only; {hint}"
     if level == "within" and name in CASTS and hook.role == "reducer":
         return ' with "accumulate": inside a host, 16-bit sums are computed in fp32 anyway; remove it'
     if level == "across" and name == "hierarchical":
         return ": there are only two levels, inside hosts and between them; remove it"
+    if level == "across" and hook.role == "alone":
+        return ": it must be alone in the whole stack; remove it"
     if level == "across" and name == "shared_memory":
         return ': ranks of different hosts share no memory; move it to "within"'
     return None
