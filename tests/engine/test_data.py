@@ -24,7 +24,7 @@ from torch.utils.data import (
 )
 
 from ddprun.config import Loader, PipelineError, load
-from ddprun.engine.build import build_data, build_stage_held_out
+from ddprun.engine.build import build_data, build_model, build_stage_held_out
 from ddprun.engine.data import BatchDataset, Feed
 from ddprun.engine.feeds import open_training_feeds
 from ddprun.engine.samples import BatchError, collate
@@ -934,3 +934,21 @@ def test_a_sample_without_a_value_or_a_key_is_named(odd: Any, shown: str) -> Non
     assert isinstance(made, BatchError)
     first = "sample 0 is {x: float32 (4,), y: int}"
     assert made.problem == f"samples do not fit into one batch: {first}, {shown}"
+
+
+def test_synthetic_tokens_are_for_the_transformer(tmp_path: Path) -> None:
+    """The target of each is the next one, as in text."""
+    path = tmp_path / "p.yaml"
+    path.write_text(
+        "model: {transformer: {vocabulary: 5, context: 8, width: 4, heads: 1, layers: 1}}\n"
+        "data: {synthetic: {samples: 3, shape: [8], dtype: int64, classes: 5}}\noptimizer: sgd\n"
+    )
+    loaded = load(path)
+    assert loaded.warnings == ()
+    train, _ = build_data(loaded)
+    assert len(train) == 3
+    tokens, targets = default_collate([*train])
+    assert tokens.shape == targets.shape == (3, 8)
+    assert tokens[:, 1:].equal(targets[:, :-1])
+    loss = torch.nn.functional.cross_entropy(build_model(loaded)(tokens), targets)
+    assert loss.isfinite()

@@ -121,10 +121,10 @@ class Synthetic(Options):
     """Shape of one sample."""
 
     dtype: Literal["float32", "float64", "int64"] = "float32"
-    """Type of the inputs; int64 makes tokens."""
+    """Type of the inputs; int64 makes tokens, and the target of each is the next one."""
 
     classes: Annotated[int, Field(gt=1)] = 10
-    """Number of classes of the targets."""
+    """Number of classes of the targets, or of different tokens."""
 
     held_out: NonNegativeInt = 1024
     """Further samples kept for `evaluate`; 0 keeps none."""

@@ -41,13 +41,16 @@ def digits(*, held_out: float | None, split_seed: int, folder: Path) -> TrainEva
 def synthetic(
     *, samples: int, shape: Sequence[int], dtype: str, classes: int, held_out: int, folder: Path
 ) -> TrainEvalSplit:
-    """Random samples, always the same ones, with random int64 labels: normal inputs, or tokens for int64."""
+    """Random samples, always the same ones: normal inputs with random int64 labels, or for int64 tokens, the
+    target of each being the next one.
+    """
     generator = torch.Generator().manual_seed(0)
-    size = (samples + held_out, *shape)
     if dtype == "int64":
-        inputs = torch.randint(classes, size, generator=generator)
-    else:
-        inputs = torch.randn(size, generator=generator, dtype=getattr(torch, dtype))
+        size = (samples + held_out, *shape[:-1], shape[-1] + 1)
+        tokens = torch.randint(classes, size, generator=generator)
+        return _split(tokens[..., :-1], tokens[..., 1:], samples)
+    size = (samples + held_out, *shape)
+    inputs = torch.randn(size, generator=generator, dtype=getattr(torch, dtype))
     labels = torch.randint(classes, (samples + held_out,), generator=generator)
     return _split(inputs, labels, samples)
 

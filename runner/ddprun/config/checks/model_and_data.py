@@ -25,7 +25,7 @@ from ddprun_hooks.config.messages import describe_value, error_message_parts, un
 _LINEAR_LOSS = "LinearCrossEntropyLoss"
 
 
-@register_check("model", "data", "stages")
+@register_check("model", "data", "precision", "stages")
 def _model_fits_data(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for data in _train_data_of_all_stages(pipeline):
         yield from _check_model_fits(pipeline, data)
@@ -46,6 +46,12 @@ def _check_model_fits(pipeline: Pipeline, data: Choice) -> Iterator[KeyConflict]
         text = f'"{pipeline.model.name}" clashes with {what}: it takes '
         text += "tokens, and these are numbers" if not tokens else "numbers, and these are tokens"
         yield KeyConflict(at, text, "allowed: " + ("mlp, cnn" if not tokens else "transformer"))
+    elif data.options.get("dtype") == "float64" and not pipeline.precision.startswith("pure_"):
+        text = f'"{pipeline.model.name}" clashes with "dtype: float64" of {what}: its weights are float32'
+        yield KeyConflict(at, text, "write dtype: float32")
+    elif isinstance(model, Transformer) and len(shape) > 1:
+        text = f'"{pipeline.model.name}" clashes with {what}, whose samples have the shape {list(shape)}'
+        yield KeyConflict(at, text, f"write shape: [{math.prod(shape)}]")
     elif isinstance(model, Mlp) and model.inputs != math.prod(shape):
         text = f'"inputs: {model.inputs}" clashes with {what}, whose samples hold {math.prod(shape)} values'
         yield KeyConflict(f"{at}.inputs", text, f"write inputs: {math.prod(shape)}")
@@ -82,9 +88,12 @@ def _outputs_for_every_class(pipeline: Pipeline) -> Iterator[KeyConflict]:
     if isinstance(model, (Mlp, Cnn)) and classes and model.outputs < classes and by_class:
         text = f'"outputs: {model.outputs}" clashes with "data: {data.name}", which has {classes} classes'
         yield KeyConflict(f"model.{pipeline.model.name}.outputs", text, f"at least {classes}")
-    if isinstance(model, Transformer) and isinstance(data.settings, TextData) and model.vocabulary < 256:
-        text = f'"vocabulary: {model.vocabulary}" clashes with "data: text", whose tokens are bytes'
-        yield KeyConflict("model.transformer.vocabulary", text, "at least 256")
+    tokens = 256 if isinstance(data.settings, TextData) else 0
+    if isinstance(data.settings, Synthetic) and data.settings.dtype == "int64":
+        tokens = data.settings.classes
+    if isinstance(model, Transformer) and model.vocabulary < tokens:
+        text = f'"vocabulary: {model.vocabulary}" clashes with "data: {data.name}", which has {tokens} tokens'
+        yield KeyConflict("model.transformer.vocabulary", text, f"at least {tokens}")
 
 
 @register_check("optimizer", "groups")
