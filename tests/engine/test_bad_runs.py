@@ -92,10 +92,11 @@ def attempt(file: Path) -> None:
     run_worker(load(file), None)
 
 
-def said(folder: Path, model: str = "mine.Heads", options: str = "") -> str:
+def said(folder: Path, model: str = "mine.Heads", options: str = "", ddp: str = "") -> str:
     """What two ranks print that do not come to their end."""
     (folder / "mine.py").write_text(MODULE)
-    (folder / "p.yaml").write_text(PIPELINE.replace("MODEL", model).replace("OPTIONS", options))
+    text = PIPELINE.replace("MODEL", model).replace("OPTIONS", options)
+    (folder / "p.yaml").write_text(f"{text}ddp: {{{ddp}}}\n")
     done = ddprun("p.yaml", "--nproc-per-node=2", cwd=folder)
     assert done.code in (1, 2), done.stderr
     return done.stderr
@@ -121,6 +122,17 @@ def test_parameters_that_take_no_part_are_named(tmp_path: Path, model: str, of: 
     assert "^" not in printed
     assert "Traceback" not in printed
     assert "find_unused_parameters=True" not in printed
+
+
+def test_static_graph_is_named_where_it_does_not_hold(tmp_path: Path) -> None:
+    """And not to be kept: DDP takes one of the two keys only."""
+    printed = said(tmp_path, "{mine.Heads: {passes: 4}}", ddp="static_graph: true")
+    told = (
+        r"p\.yaml:7:21: ddp.static_graph: is true, but second.weight, second.bias took no part in the loss "
+        r"of rank [01] in step 5, so .*; write ddp: {find_unused_parameters: true} in its place, or leave"
+    )
+    assert re.search(told, printed), printed
+    assert "Traceback" not in printed
 
 
 @pytest.mark.parametrize(("passes", "place"), [(1, "a rank's first batch"), (2, "rank [01] in step 3")])

@@ -377,15 +377,18 @@ class Objective:
 
     def unused_parameters_error(self, missing: Mapping[str, Tensor], loss_name: str) -> PipelineError:
         """An error for parameters that took no part in a loss, where DDP waits for all gradients."""
-        key = "ddp.find_unused_parameters"
-        false = "is false" if self._loaded.is_given(key) else "is false, its default"
-        problem = f"{false}, but {abbreviated_list([*missing], 8)} took no part in {loss_name}"
+        static, key = self._loaded.pipeline.ddp.static_graph, "ddp.find_unused_parameters"
+        value = "is false" if self._loaded.is_given(key) else "is false, its default"
+        if static:
+            key, value = "ddp.static_graph", "is true"
+        problem = f"{value}, but {abbreviated_list([*missing], 8)} took no part in {loss_name}"
         problem += ", so ranks would wait for their gradients forever"
-        allowed = "write ddp: {find_unused_parameters: true}, or leave them out of the model, or freeze them "
+        unused = "write ddp: {find_unused_parameters: true}" + (" in its place" if static else "")
+        allowed = f"{unused}, or leave them out of the model, or freeze them "
         allowed += "(requires_grad_(False)), or, if they are in a reentrant checkpoint, use_reentrant=False"
         if not all(param.requires_grad for param in missing.values()):
             allowed = "their requires_grad was turned off after the start: write it as freeze of a stage, or "
-            allowed += "write ddp: {find_unused_parameters: true}"
+            allowed += unused
         return self._loaded.error(key, problem, allowed)
 
 
