@@ -268,6 +268,10 @@ def test_hosts_that_may_leave_need_restarts(capsys: pytest.CaptureFixture[str]) 
             ["--nnodes=2"],
             "--nnodes 2 needs a rendezvous: add --rdzv-endpoint HOST:PORT",
         ),
+        (["--nnodes=two"], "--nnodes is 'two'; it must be a number of hosts, or MIN:MAX"),
+        (["--nnodes=0"], "--nnodes is '0'; it must be"),
+        (["--nnodes=3:2"], "--nnodes is '3:2'; it must be"),
+        (["--nproc-per-node=0"], "--nproc-per-node is 0; it must be at least 1, or auto, gpu or cpu"),
     ],
 )
 def test_flags_that_torchelastic_refuses_are_bad_input(tmp_path: Path, flags: list[str], words: str) -> None:

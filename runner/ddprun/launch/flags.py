@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import uuid
 from collections.abc import Sequence
 from functools import partial
@@ -50,7 +51,11 @@ def torchrun_args(flags: Flags, command: Sequence[str]) -> object:
         option = f"--{name.replace('_', '-')}"
         given += [option] if value is True else [option, str(value)]
     arguments = torchrun.parse_args([*given, *command])  # type: ignore[no-untyped-call]
-    least, most = torchrun.parse_min_max_nnodes(arguments.nnodes)
+    least, most = _host_range(arguments.nnodes)
+    if re.fullmatch("-[0-9]+|0+", arguments.nproc_per_node):
+        raise ValueError(
+            f"--nproc-per-node is {arguments.nproc_per_node}; it must be at least 1, or auto, gpu or cpu"
+        )
     one_host = most == 1
     if arguments.standalone and least > 1:
         raise ValueError(
@@ -78,6 +83,15 @@ def torchrun_args(flags: Flags, command: Sequence[str]) -> object:
     if arguments.master_port is None:
         arguments.master_port = 29500
     return arguments
+
+
+def _host_range(nnodes: str) -> tuple[int, int]:
+    """The smallest and the largest number of hosts. Raises ValueError if these are none."""
+    least, colon, most = nnodes.partition(":")
+    found = [int(part) for part in (least, most if colon else least) if part.isdecimal()]
+    if len(found) < 2 or not 1 <= found[0] <= found[1]:
+        raise ValueError(f"--nnodes is {nnodes!r}; it must be a number of hosts, or MIN:MAX")
+    return found[0], found[1]
 
 
 def _choose_rendezvous(arguments: Any, flags: Flags) -> None:
