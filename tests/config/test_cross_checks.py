@@ -129,6 +129,15 @@ def test_a_period_as_long_as_its_stage(loaded: Load) -> None:
     assert told(loaded, "sync: {local_sgd: {every: 400}}\nstages: [{train: {epochs: 1}}]\n") == []
 
 
+def test_a_profile_after_the_end(loaded: Load) -> None:
+    """Where all stages say how many steps they take."""
+    text = "timings: {profile: [9, 12]}\nstages: [{train: {steps: 4}}, {train: {LENGTH}}]\n"
+    (warning,) = told(loaded, text.replace("LENGTH", "steps: 4"))
+    assert warning == ("timings.profile", '"profile: [9, 12]" has no effect: the run has 8 steps')
+    assert told(loaded, text.replace("LENGTH", "steps: 5")) == []
+    assert told(loaded, text.replace("LENGTH", "epochs: 1")) == []
+
+
 def test_fidelity_needs_gradients_of_all_ranks(loaded: Load) -> None:
     """There is nothing to compare where gradients are not exchanged among all ranks."""
     text = "timings: {fidelity_every: 5}\n"

@@ -53,6 +53,18 @@ def _fidelity_without_gradients(pipeline: Pipeline) -> Iterator[KeyConflict]:
         yield warning("timings.fidelity_every", text, "remove it")
 
 
+@register_check("timings", "stages")
+def _profile_after_the_end(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    profile = pipeline.timings.profile
+    lengths = [settings.steps for _, settings in pipeline.stages_and_settings()]
+    if profile is None or None in lengths:
+        return
+    steps = sum(length or 0 for length in lengths)
+    if profile[0] > steps:
+        text = f'"profile: {list(profile)}" has no effect: the run has {steps} steps'
+        yield warning("timings.profile", text, "name earlier steps")
+
+
 @register_check("launch")
 def _nccl_on_cpu(pipeline: Pipeline) -> Iterator[KeyConflict]:
     if pipeline.launch.backend == "nccl" and pipeline.launch.device == "cpu":
