@@ -227,7 +227,8 @@ class BufferSettings(Options):
     """Steps from one time to the next; implies `when: every`."""
 
     reduce: Literal["broadcast", "mean"] = "broadcast"
-    """`broadcast`: all ranks take those of rank 0. `mean`: all ranks take their mean."""
+    """`broadcast`: all ranks take those of rank 0. `mean`: all ranks take their mean, of integers those of
+    rank 0."""
 
     @model_validator(mode="before")
     @classmethod
@@ -241,6 +242,9 @@ class BufferSettings(Options):
         if self.when != "every" and self.every is not None:
             text = f'"every" clashes with "when: {self.when}"'
             raise problem(text, "remove one of the two", at="every", on_key=True)
+        if self.when == "never" and self.reduce != "broadcast":
+            text = f'"reduce: {self.reduce}" clashes with "when: never"'
+            raise problem(text, "remove one of the two", at="reduce", on_key=True)
         return self
 
     def to_plain_data(self) -> Any:
