@@ -952,3 +952,13 @@ def test_synthetic_tokens_are_for_the_transformer(tmp_path: Path) -> None:
     assert tokens[:, 1:].equal(targets[:, :-1])
     loss = torch.nn.functional.cross_entropy(build_model(loaded)(tokens), targets)
     assert loss.isfinite()
+
+
+def test_too_little_text_is_told_without_what_is_held_out(tmp_path: Path) -> None:
+    """The file is long enough for a window; what is left for training is not."""
+    (tmp_path / "a.txt").write_text("x" * 100)
+    path = tmp_path / "p.yaml"
+    path.write_text("model: a.b\ndata: {text: {files: a.txt, context: 95}}\noptimizer: sgd\n")
+    told = r"90 bytes to train on are too few for a window of 95 \(context\) .*; 10 of 100 bytes are held out"
+    with pytest.raises(PipelineError, match=told):
+        build_data(load(path))

@@ -67,7 +67,8 @@ def text(*, files: Sequence[str], context: int, held_out: float | None, folder: 
     train, rest = Windows(stored[:keep], context), Windows(stored[keep:], context)
     if not len(train):
         raise DataError(
-            f"{len(data)} bytes are too few for one window of {context} bytes (context) and the byte after it"
+            f"{keep} bytes to train on are too few for a window of {context} (context) and one more; "
+            f"{len(data) - keep} of {len(data)} bytes are held out"
         )
     return TrainEvalSplit(train, rest if len(rest) else None)
 
