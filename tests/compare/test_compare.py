@@ -338,6 +338,12 @@ def test_the_table_has_four_forms(tmp_path: Path) -> None:
     assert [row["turns"] for row in csv.DictReader(io.StringIO(compare.render(table, "csv")))] == ["8", "8"]
 
 
+def test_turns_that_the_first_has_not_taken_are_not_counted(tmp_path: Path) -> None:
+    """A longer run's further turns are compared with nothing."""
+    table = comparison_rows([side(tmp_path, "first", [0.01] * 8), side(tmp_path, "longer", [0.005] * 20)])
+    assert compare.render(table, "text").startswith("Speed: over 8 turns,")
+
+
 def test_all_combinations_are_named() -> None:
     """The twin stands behind the first, nothing sent at the end."""
     keys = [("hooks", ["[]", "[fp16]"]), ("seed", ["0", "1"])]
