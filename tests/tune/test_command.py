@@ -254,10 +254,10 @@ def test_too_little_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 
 
 def test_a_run_that_tells_no_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
-    """A folder that is no run's is named, and the exit code is 1."""
+    """A folder that is no run's is named, and the exit code is 2."""
     monkeypatch.chdir(made(tmp_path))
     (tmp_path / "empty").mkdir()
-    assert main(["tune", "p.yaml", "--from=empty"]) == 1
+    assert main(["tune", "p.yaml", "--from=empty"]) == 2
     assert "empty" in capsys.readouterr().err
 
 

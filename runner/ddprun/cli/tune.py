@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ddprun import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_SUCCESS, InputError
+from ddprun import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_SUCCESS, InputError
 from ddprun.cli import printing
 from ddprun.cli.run import (
     FiniteRange,
@@ -152,8 +152,11 @@ def _search(request: "SearchRequest", output: Path, form: str, hosts: "HostCoord
         return EXIT_INTERRUPTED
     except (PipelineError, HostsError):
         raise
+    except InputError as error:
+        say(secrets.redact(str(error)))
+        return EXIT_BAD_INPUT
     except Exception as error:
-        return printing.say_failure(error, (TuneError, MeasurementRunError, InputError, OSError), secrets)
+        return printing.say_failure(error, (TuneError, MeasurementRunError, OSError), secrets)
     written, code = None, EXIT_SUCCESS
     if outcome.winner is not None:
         try:

@@ -168,7 +168,7 @@ class Search:
         self._run_all(chosen, folder, message.turn_steps, message.steps)
 
     def run(self) -> SearchOutcome:
-        """Measure, predict, run. Raises TuneError if the file as it is cannot be run or predicted, what
+        """Measure, predict, run. Raises TuneError if the file as it is cannot be run, what
         `cost_models_of_run` raises if costs are not to be had, and OSError.
         """
         self.folder.mkdir(parents=True)
@@ -192,7 +192,8 @@ class Search:
         file, *entries = self._predict(found)
         if not file.predicted.hooks_measured:
             hooks = flow_yaml(file.candidate.settings.hook_specs)
-            raise TuneError(f"the --from run has no steps with the file's hooks {hooks}: leave --from out")
+            text = f"the --from run has no steps with the file's hooks {hooks}: leave --from out"
+            raise CostsUnknownError(text)
         known = [one for one in entries if one.predicted.hooks_measured]
         unmeasured = [one.candidate.settings for one in entries if not one.predicted.hooks_measured]
         best = sorted(known, key=lambda one: one.us_per_sample)[:_CANDIDATES_WITH_OTHER_CAPS]
