@@ -12,6 +12,7 @@ from ddprun.telemetry.reader import Run
 from tests.ranks import Finished, Running, ddprun, free_port
 
 SCRIPT = """
+import atexit
 import os
 import signal
 import sys
@@ -30,6 +31,12 @@ dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
 torch.manual_seed(0)
 model = DistributedDataParallel(nn.Linear(8, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+if what == "fail at the end":
+    from ddprun.observer import run
+
+    run._EXIT_WAIT_S = 1.0
+    if rank == 1:
+        atexit.register(time.sleep, 4)  # until then, torchrun does not end rank 0
 if two_lines:
     import ddprun
 
@@ -50,6 +57,8 @@ for step in range(30):
     optimizer.zero_grad()
     model(torch.ones(4, 8)).square().mean().backward()
     optimizer.step()
+if what == "fail at the end" and dist.get_rank() == 1:
+    raise ValueError("a broken sample")
 dist.destroy_process_group()
 print("weights", model.module.weight.sum().item())
 """
@@ -111,10 +120,10 @@ def tracked_steps(folder: Path) -> int:
     return int(float(line))
 
 
-@pytest.mark.parametrize("what", ["raise", "raise elsewhere"])
-def test_an_exception_of_one_rank_is_in_the_summary(tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize(("what", "over"), [("raise", 20), ("raise elsewhere", 20), ("fail at the end", 30)])
+def test_an_exception_of_one_rank_is_in_the_summary(tmp_path: Path, what: str, over: int) -> None:
     """Of the rank that failed first, with the steps before it. Trackers on rank 0 flush, whether that waits
-    for the rank or does something else when torchrun ends it.
+    for the rank, does something else when torchrun ends it, or has ended its own part without an error.
     """
     pytest.importorskip("prometheus_client")
     done = torchrun(tmp_path, "own.py", what, "--changed")
@@ -123,7 +132,7 @@ def test_an_exception_of_one_rank_is_in_the_summary(tmp_path: Path, what: str) -
     summary, steps = left(tmp_path, rank=1)
     assert summary["status"] == "failed"
     assert summary["error"] == {"rank": 1, "message": "ValueError: a broken sample"}
-    assert [step["step"] for step in steps] == list(range(1, 21))
+    assert [step["step"] for step in steps] == list(range(1, over + 1))
 
 
 def test_a_restart_by_torchrun_has_a_folder_of_its_own(tmp_path: Path) -> None:

@@ -355,10 +355,10 @@ class ObservedRun:
         own = [self._recorder.totals, writer.dropped, writer.failure]
         with suppress(RuntimeError):  # the store's host has ended
             ranks.store.set(f"end/{ranks.rank}", json.dumps(own))
-        if ranks.rank == 0 and ranks.first_failure() is None:
-            status = "interrupted" if interrupted else "done"
+        status = "interrupted" if interrupted else "done"
+        summarizes = ranks.rank == 0 and ranks.first_failure() is None
+        if summarizes and (summary := self._summarize(status, wait_s)) is not None:
             self._reporter.events.info("finished", status=status, step=self.marks.step)
-            summary = self._summarize(status, wait_s)
             try:
                 write_summary(self.folder, summary)
             except OSError as error:
@@ -367,7 +367,8 @@ class ObservedRun:
             note(f"{format_count(self.marks.step, 'step')} observed: ddprun report {self._shown}")
         self._leave()
 
-    def _summarize(self, status: str, wait_s: float) -> Summary:
+    def _summarize(self, status: str, wait_s: float) -> Summary | None:
+        """The run's summary, with the totals of all ranks; None: one has failed while this one waited."""
         of_ranks, until = dict[int, tuple[dict[str, float], int, str | None]](), time.monotonic() + wait_s
         for rank in range(self._ranks.size):
             key, left = f"end/{rank}", timedelta(seconds=max(0.01, until - time.monotonic()))
@@ -375,6 +376,8 @@ class ObservedRun:
                 self._ranks.store.wait([key], left)
                 of_ranks[rank] = json.loads(self._ranks.store.get(key))
         missing = [rank for rank in range(self._ranks.size) if rank not in of_ranks]
+        if missing and self._ranks.first_failure() is not None:
+            return None  # that one has written it
         if missing:
             late = f"{format_ranks(missing)} did not end within {wait_s:g} s"
             self._reporter.note(f"the summary has no totals: {late}")
