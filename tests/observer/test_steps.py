@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -352,6 +353,46 @@ def test_a_step_may_have_its_passes_in_a_closure(scripts: Scripts) -> None:
         assert step["loss"] is not None
         assert step["step_us"] < 200_000
         assert all(step[f"{part}_us"] > 0 for part in ("forward", "backward", "optimizer"))
+
+
+class StepsItself(nn.Module):
+    """A model whose forward pass takes the whole step, as Lightning's manual optimization makes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_net()
+
+    def forward(self, take_step: Callable[[Tensor], None]) -> None:
+        for _ in range(2):
+            time.sleep(0.02)
+            take_step(self.net(torch.ones(2, 12)).square().mean())
+
+
+def with_steps_in_forward(folder: Path) -> None:
+    start()
+    model = DistributedDataParallel(StepsItself())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def take_step(loss: Tensor) -> None:
+        model.reducer._rebuild_buckets()
+        model.reducer.prepare_for_backward([])
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    run = ddprun.observe(model, optimizer, run_dir=folder)
+    for _ in range(4):
+        model.require_backward_grad_sync = False  # else DDP would prepare for a backward pass afterwards
+        model(take_step)
+    run.close()
+
+
+def test_a_forward_pass_may_take_the_step(scripts: Scripts) -> None:
+    """Its own work before each backward pass is part of the forward pass."""
+    steps = scripts.steps("with_steps_in_forward")
+    assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    assert all(step["forward_us"] > 40_000 for step in steps)
+    assert all(step[f"{part}_us"] > 0 for part in ("backward", "optimizer") for step in steps)
 
 
 def with_buffers(folder: Path) -> tuple[Any, ...]:

@@ -172,8 +172,8 @@ class StepMarker:
     def _forward_begins(
         self, model: DistributedDataParallel, inputs: Sequence[Any], options: Mapping[str, Any]
     ) -> None:
-        self._in_forward = torch.is_grad_enabled()
-        if not self._in_forward:
+        self._in_forward = False  # of a pass that has failed
+        if not torch.is_grad_enabled():
             self._evaluation_begins()  # before DDP's broadcast of the buffers
             return
         if model._join_config.enable:
@@ -185,6 +185,7 @@ class StepMarker:
         if not self._in_closure:
             self._stepping = None  # an optimizer that has failed
         self._begin_part(b"forward")
+        self._in_forward = True
         self._note_micro_batches()
         first = inputs[0] if inputs else None
         if not isinstance(first, Tensor):
@@ -297,7 +298,8 @@ class StepMarker:
         """Something that is timed begins; what was before it in the step is `other_us`."""
         if self._running:
             self._ended_at = None  # the step continues after an evaluation
-            self._recorder.lap("other_us")
+            # The model itself may call backward and an optimizer, as under Lightning's manual optimization.
+            self._recorder.lap("forward_us" if self._in_forward else "other_us")
             self._watchdog.set_phase(phase)
         else:
             self._watchdog.set_phase(phase, self.step + 1)
