@@ -129,17 +129,18 @@ def test_two_hosts_compare_over_their_own_link(tmp_path: Path) -> None:
 
 @needs_namespaces
 @pytest.mark.netns
-def test_hosts_with_other_files_say_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("lr", "more"), [(0.2, []), (0.1, ["--output=other"])], ids=["file", "output"])
+def test_hosts_with_other_files_or_options_say_so(tmp_path: Path, lr: float, more: list[str]) -> None:
     """Both of them, before anything runs, and with exit code 1."""
     done = []
-    for name, lr in (("one", 0.1), ("two", 0.2)):
+    for name, own in (("one", 0.1), ("two", lr)):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "p.yaml").write_text(COMPARED.replace("lr: 0.1", f"lr: {lr}"))
+        (tmp_path / name / "p.yaml").write_text(COMPARED.replace("lr: 0.1", f"lr: {own}"))
     words = ["compare", "p.yaml", "--rdzv-endpoint=node0:29400"]
     with (
         hosts(2) as (one, two),
         Running(*words, cwd=tmp_path / "one", host=one) as first,
-        Running(*words, cwd=tmp_path / "two", host=two) as second,
+        Running(*words, *more, cwd=tmp_path / "two", host=two) as second,
     ):
         done = [first.wait(90), second.wait(60)]
     for found in done:

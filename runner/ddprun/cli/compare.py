@@ -110,7 +110,8 @@ def compare(
         raise click.BadParameter(text, param_hint="--nnodes")
     ranks = [] if nproc_per_node is None else ["--nproc-per-node", nproc_per_node]
     work = partial(_compare, variants, run_seeds, output, turn, ranks, form)
-    inputs = [[one.digest() for one in loaded], run_seeds, turn]
+    # The id under which a run's hosts meet has the last parts of its folder.
+    inputs = [[one.digest() for one in loaded], run_seeds, turn, output and output.parts[-2:]]
     return join_hosts_and_run("compare", rendezvous, inputs, work)
 
 
