@@ -103,6 +103,16 @@ def test_shares_of_other_hosts_are_cut_anew() -> None:
     )
 
 
+def test_hosts_that_exchange_apart_keep_their_mean() -> None:
+    """Each of two hosts takes what both have kept on average: a sum would double what is sent later."""
+    specs: Specs = ["int8"]
+    hosts = [states_of(specs, 2, steps) for steps in (1, 2)]
+    each = [residual_total(make_stack(specs).merge(states)) for states in hosts]
+    both = residual_total(make_stack(specs).merge([*hosts[0], *hosts[1]]))
+    assert each[0].abs().max() > 1e-6
+    assert torch.allclose(both, (each[0] + each[1]) / 2, rtol=0, atol=1e-13)
+
+
 @pytest.mark.parametrize("specs", [["int8"], [two_level(across=["int8"])]], ids=str)
 def test_what_another_stack_takes_over_is_kept_there_alone(specs: Specs) -> None:
     """Or a third stage's hooks would send it a second time."""

@@ -17,7 +17,8 @@ from ddprun_hooks.hook import Hook
 from ddprun_hooks.payload import ParamSlice, Payload, PayloadKind
 
 # A parameter's residual in a state: `start`, its first element's index in the flattened parameter, and its
-# values, shape (numel,): this rank's own as `residual`, or the sum over another world's ranks as `total`.
+# values, shape (numel,): this rank's own as `residual`, where so many `ranks` hold the same elements, or the
+# sum over another world's ranks as `total`.
 ResidualPiece = dict[str, Any]
 
 
@@ -30,7 +31,11 @@ class _BucketResidual:
     def pieces(self, kind: str) -> dict[str, ResidualPiece]:
         """By kind of payload and parameter name: `kind/name`."""
         return {
-            f"{kind}/{param.name}": {"start": param.start, "residual": param.of(self.values).clone()}
+            f"{kind}/{param.name}": {
+                "start": param.start,
+                "residual": param.of(self.values).clone(),
+                "ranks": self.group_size,
+            }
             for param in self.params
         }
 
@@ -93,7 +98,9 @@ class ErrorFeedback(Hook):
         self._unclaimed_pieces = dict(state)
 
     def merge(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The sum of all ranks' residuals, for ranks of another world or with other buckets to divide."""
+        """The sum of all ranks' residuals, for ranks of another world or with other buckets to divide. Where
+        hosts exchange among their own ranks, the mean over hosts: each host takes all of it.
+        """
         found: dict[str, list[ResidualPiece]] = {}
         for state in states:
             for key, piece in state.items():
@@ -128,10 +135,12 @@ class ErrorFeedback(Hook):
 def _sum_pieces(pieces: Sequence[ResidualPiece]) -> Tensor:
     length = max(piece["start"] + piece["residual"].numel() for piece in pieces)
     total: Tensor = pieces[0]["residual"].new_zeros(length)
+    groups = torch.zeros_like(total)  # that hold an element
     for piece in pieces:
         start, values = piece["start"], piece["residual"]
         total[start : start + values.numel()] += values.to(total.device)
-    return total
+        groups[start : start + values.numel()] += 1 / piece.get("ranks", len(pieces))
+    return total / groups.round().clamp(min=1)
 
 
 def _copy_overlap(target: Tensor, param: ParamSlice, piece: ResidualPiece, group_size: int) -> None:
