@@ -170,6 +170,23 @@ def test_hosts_whose_ranks_lie_in_turns(tmp_path: Path) -> None:
     assert all(torch.equal(value, expected[name]) for name, value in weights(run_dir).items())
 
 
+def run_on_this_host(folder: Path, run_dir: Path) -> int:
+    return run_worker(load(folder / "p.yaml"), run_dir, resuming="yes")
+
+
+def test_ranks_of_two_hosts_go_on_as_those_of_one(tmp_path: Path) -> None:
+    """In the middle of a period the hosts have other weights and momentum: ranks begin from their mean."""
+    text = f"{HEAD}checkpoint: {{every: 2, keep: 9}}\naudit: {{every: 1}}\nhooks: [int8]\nstages:\n"
+    text += "  - train: {steps: 6, sync: {hierarchical_sgd: {within: 1, across: 4}}}\n"
+    (tmp_path / "p.yaml").write_text(text)
+    run_dir = tmp_path / "run"
+    assert as_processes(4, run_in_turns, tmp_path, run_dir, False, cwd=tmp_path) == [0] * 4
+    for checkpoint in (run_dir / "checkpoints").glob("step-*[4-9]"):
+        shutil.rmtree(checkpoint)
+    assert as_processes(4, run_on_this_host, tmp_path, run_dir, cwd=tmp_path) == [0] * 4
+    assert [event["step"] for event in events(run_dir) if event["event"] == "resumed"] == [2]
+
+
 LOSSES = """
 import torch
 

@@ -27,6 +27,7 @@ from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.session import Session
 from ddprun.engine.state import StateError, hook_state_partitioning, restore
 from ddprun.sync.exchanger import can_be_averaged, mean_of, mean_optimizer_state
+from ddprun.sync.plan import SyncPlan
 from ddprun.sync.synchronizer import Synchronizer
 from ddprun.telemetry.control_message import MessageAccumulator
 from ddprun.telemetry.steps import totals_of_other_ranks
@@ -330,7 +331,22 @@ def _read_state(session: Session, found: _FoundCheckpoint) -> dict[str, Any]:
     own = [folder.read_part(checkpoint, rank_part_name(old)) for old in range(checkpoint.world_size)]
     if checkpoint.world_size != ranks:
         return _reshard_state(session, shared, own)
-    return {**shared, **own[rank], "hooks": runtime.stacks.merge([one["hooks"] for one in own])}
+    state = {**shared, **own[rank], "hooks": runtime.stacks.merge([one["hooks"] for one in own])}
+    plan = _plan_under_way(session, state)
+    if plan is not None and plan.has_host_legs:
+        hosts = str(runtime.ranks.placement.ranks_by_host())
+        if hosts not in checkpoint.layout:  # ranks that were on two hosts may be on one now
+            state |= _equal_replicas(shared, own)
+    return state
+
+
+def _plan_under_way(session: Session, state: Mapping[str, Any]) -> SyncPlan | None:
+    """That of the stage in whose middle the state was taken."""
+    cursor, pipeline = state["position"], session.runtime.loaded.pipeline
+    if cursor["stage"] != cursor["next"] or cursor["next"] >= len(pipeline.stages):
+        return None
+    stage = pipeline.stages[cursor["next"]]
+    return stage.effective_settings(pipeline).plan if isinstance(stage, StepStage) else None
 
 
 def _reshard_state(session: Session, shared: dict[str, Any], own: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -344,15 +360,32 @@ def _reshard_state(session: Session, shared: dict[str, Any], own: Sequence[dict[
     loaded, rank, ranks = runtime.loaded, runtime.ranks.rank, runtime.ranks.size
     # What is not merged below is rank 0's: equal on all ranks, or what `save` writes, too (buffers, extra).
     state = {**own[0], **shared}
-    cursor, stages = state["position"], loaded.pipeline.stages
-    stage = stages[cursor["next"]] if cursor["stage"] == cursor["next"] < len(stages) else None
-    allowed = "resume on as many ranks as before"
-    if isinstance(stage, StepStage) and stage.effective_settings(loaded.pipeline).plan.keeps_apart:
+    allowed, plan = "resume on as many ranks as before", _plan_under_way(session, state)
+    if plan is not None and plan.keeps_apart:
         text = "its ranks train independently, so another number of ranks cannot resume it"
-        raise loaded.error(stage.path, text, allowed)
+        raise loaded.error(loaded.pipeline.stages[state["position"]["next"]].path, text, allowed)
     if loaded.pipeline.loader.sharded and any(feed["samples"] for feed in state["feeds"].values()):
         text = "the data set shards itself by rank, so another number of ranks cannot resume mid-epoch"
         raise loaded.error("loader.sharded", text, allowed)
+    state["hooks"] = runtime.stacks.merge([one["hooks"] for one in own])
+    state |= _equal_replicas(shared, own)
+    totals = [one["telemetry"]["totals"] for one in own]
+    state["telemetry"] = {
+        **own[0]["telemetry"],
+        "totals": totals_of_other_ranks(totals, rank, ranks),
+        "round": MessageAccumulator().state_dict([]),
+    }
+    seeding.seed_everything(loaded.pipeline.seed + rank + ranks * (1 + state["step"]))
+    state["generators"] = seeding.generator_state(runtime.device)
+    return state
+
+
+def _equal_replicas(shared: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The parts of a state that make ranks equal, as a synchronisation does; what is in flight stays so."""
+    state: dict[str, Any] = {
+        "sync": Synchronizer.merge_states([one["sync"] for one in own]),
+        "replicas": ["common", "common", own[0]["replicas"][2]],
+    }
     if "parameters" not in shared:
         state["parameters"] = {  # what has no mean (quantised weights) is rank 0's
             name: mean_of([one["parameters"][name] for one in own]) if can_be_averaged(value) else value
@@ -366,15 +399,4 @@ def _reshard_state(session: Session, shared: dict[str, Any], own: Sequence[dict[
             averages = [one["ema"]["tensors"] for one in own]
             merged = {name: mean_of([one[name] for one in averages]) for name in averages[0]}
             state["ema"] = {**ema, "tensors": merged, "apart": False}
-    state["hooks"] = runtime.stacks.merge([one["hooks"] for one in own])
-    state["sync"] = Synchronizer.merge_states([one["sync"] for one in own])
-    state["replicas"] = ["common", "common", own[0]["replicas"][2]]
-    totals = [one["telemetry"]["totals"] for one in own]
-    state["telemetry"] = {
-        **own[0]["telemetry"],
-        "totals": totals_of_other_ranks(totals, rank, ranks),
-        "round": MessageAccumulator().state_dict([]),
-    }
-    seeding.seed_everything(loaded.pipeline.seed + rank + ranks * (1 + state["step"]))
-    state["generators"] = seeding.generator_state(runtime.device)
     return state

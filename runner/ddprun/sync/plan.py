@@ -183,6 +183,11 @@ class SyncPlan:
         return self.gradients != "all" and all(one.among == "host" for one in self.transfers)
 
     @property
+    def has_host_legs(self) -> bool:
+        """The ranks of a host exchange something by themselves."""
+        return self.gradients == "host" or any(one.among == "host" for one in self.transfers)
+
+    @property
     def uses_hooks(self) -> bool:
         """Something goes through the stage's hooks."""
         return self.gradients is not None or any(one.what == "change" for one in self.transfers)
