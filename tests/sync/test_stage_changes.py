@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from ddprun.cli import main
+from ddprun.config import load
+from ddprun.engine.stacks import open_stacks
 from tests.engine.running import events, lines, run_pipeline, summary, weights
 from tests.ranks import Running, ddprun
 from tests.sync.reference import STEPS_PER_EPOCH, World, pipeline
@@ -180,6 +182,19 @@ def test_hooks_of_one_name_hand_over_what_they_kept(tmp_path: Path) -> None:
     assert looked[5]["relative_l2"] < 1e-6
     assert looked[6]["relative_l2"] > 0.1, "it brings the residual of the first stage"
     assert looked[7]["relative_l2"] < 1e-6, "and brings it once"
+
+
+def test_what_ranks_of_a_host_kept_stays_among_them_under_other_options(tmp_path: Path) -> None:
+    """Among all ranks it would count once for each host."""
+    named = {"old": "int8", "new": "{int8: {block: 512}}"}
+    for name, hook in named.items():
+        text = f"{HEAD}hooks: [{hook}]\nstages: [train: {{steps: 2}}]\n"
+        (tmp_path / f"{name}.yaml").write_text(text)
+    among_all, inside = open_stacks(load(tmp_path / "old.yaml")).by_description
+    stacks, kept = open_stacks(load(tmp_path / "new.yaml")), {"int8": {"delta/w": {"start": 0}}}
+    stacks.load_state_dict({among_all: {}, inside: kept})
+    assert stacks.all_ranks[0].state_dict() == {}
+    assert stacks.within_hosts[0].state_dict() == kept
 
 
 @pytest.mark.parametrize("hooks", ["[]", "[int8]"])

@@ -11,6 +11,8 @@ from ddprun_hooks.errors import HookSetupError
 from ddprun_hooks.registry import make_hook
 from ddprun_hooks.stack import Stack
 
+_INSIDE = ", inside a host"  # in the description of a stack among the ranks of one host
+
 
 def build_stack(
     loaded: LoadedPipeline, path: str, hooks: tuple[Choice, ...], *, inside_host: bool = False
@@ -72,9 +74,10 @@ class HookStacksByStage:
         """The state of each stack; no hook's state goes to two of them."""
         stacks = self.by_description
         assigned = {description: dict(state.get(description, {})) for description in stacks}
-        for hooks in [hooks for description, hooks in state.items() if description not in stacks]:
-            for name, own in hooks.items():
-                heirs = (d for d, stack in stacks.items() if name in stack.names and name not in assigned[d])
+        for description in [d for d in state if d not in stacks]:
+            alike = {d: s for d, s in stacks.items() if (_INSIDE in d) == (_INSIDE in description)}
+            for name, own in state[description].items():
+                heirs = (d for d, stack in alike.items() if name in stack.names and name not in assigned[d])
                 if heir := next(heirs, None):
                     assigned[heir][name] = own
         return assigned
@@ -92,7 +95,7 @@ def open_stacks(loaded: LoadedPipeline) -> HookStacksByStage:
             if wanted not in names:
                 # A checkpoint has this name, so secrets in the hooks' options are hidden in it.
                 name = f"{loaded.secrets.redact_all(plain)!r}"
-                name += ", inside a host" if inside else ""
+                name += _INSIDE if inside else ""
                 while name in opened.by_description:
                     name += "'"
                 names[wanted] = name
