@@ -169,6 +169,17 @@ def test_ddp_needs_gradients(loaded: Load) -> None:
     assert told(loaded, text) == []
 
 
+def test_hosts_do_not_wait_for_each_other_where_ddp_looks_for_unused_parameters(loaded: Load) -> None:
+    """It asks all ranks in each backward pass, also where only the ranks of a host average gradients."""
+    text = "ddp: {find_unused_parameters: true}\n"
+    problem = '"find_unused_parameters: true" has hosts wait for each other in each step: DDP asks all ranks'
+    inside = "sync: {hierarchical_sgd: {within: WITHIN, across: 4}}\n"
+    expected = [("ddp.find_unused_parameters", problem)]
+    assert told(loaded, text + inside.replace("WITHIN", "1")) == expected
+    assert problem not in str(told(loaded, text + inside.replace("WITHIN", "2")))
+    assert told(loaded, text) == []
+
+
 def test_local_steps_accumulate_with_any_ddp(loaded: Load) -> None:
     """Local steps do not enter DDP, so what breaks there with `accumulate` does not break here."""
     text = "accumulate: 4\nddp: {static_graph: true}\n"

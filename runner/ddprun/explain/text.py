@@ -50,7 +50,7 @@ def _head(explained: Explanation) -> Iterator[str]:
     yield from paragraph(
         "Not counted",
         "What your own code sends by torch.distributed, and what ranks exchange for sync_batchnorm, "
-        "audit.every and timings.fidelity_every.",
+        "find_unused_parameters, audit.every and timings.fidelity_every.",
     )
 
 

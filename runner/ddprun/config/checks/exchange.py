@@ -45,6 +45,15 @@ def _ddp_without_gradients(pipeline: Pipeline) -> Iterator[KeyConflict]:
             yield warning(f"ddp.{key}", text, "remove it")
 
 
+@register_check("ddp", "sync", "stages")
+def _unused_inside_hosts(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    inside = any(settings.plan.gradients == "host" for _, settings in pipeline.stages_and_settings())
+    if inside and pipeline.ddp.find_unused_parameters:
+        text = '"find_unused_parameters: true" has hosts wait for each other in each step: DDP asks all ranks'
+        hint = "freeze what is not used, or write within: 2 or more"
+        yield warning("ddp.find_unused_parameters", text, hint)
+
+
 @register_check("timings", "sync", "stages")
 def _fidelity_without_gradients(pipeline: Pipeline) -> Iterator[KeyConflict]:
     every = pipeline.timings.fidelity_every
