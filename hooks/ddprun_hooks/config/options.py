@@ -149,7 +149,7 @@ class _CastOptions(HookOptions):
 
 
 class Fp16Options(_CastOptions, name="fp16", role="codec", implementation="cast:fp16"):
-    """Cast to IEEE half precision: half the bytes. Values above 65,504 x world size overflow to infinity."""
+    """Cast to IEEE half precision: half the bytes. Means above 65,504 overflow to infinity."""
 
 
 class Bf16Options(_CastOptions, name="bf16", role="codec", implementation="cast:bf16"):
