@@ -59,7 +59,10 @@ class DdpCommHook(Hook):
             raise ExchangeError(f"the hook fails: {type(error).__name__}: {error}; {_ONLY}") from error
         while group.requests and not mean.done():
             tensor, future = group.requests.popleft()
-            future.set_result([await comm.all_reduce(tensor)])
+            total = await comm.all_reduce(tensor)
+            if self.state is not None:
+                self.state.process_group = group  # meanwhile it was another bucket's
+            future.set_result([total])
         if not mean.done():
             raise ExchangeError(f"the hook waits for something other than its process group: {_ONLY}")
         result: Any = mean.value()

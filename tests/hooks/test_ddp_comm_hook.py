@@ -15,7 +15,7 @@ from torch.futures import Future
 
 from ddprun.config import load
 from ddprun.explain.explain import explain
-from ddprun_hooks import DdpCommHook, ExchangeError
+from ddprun_hooks import DdpCommHook, ExchangeError, Payload
 from ddprun_hooks.testing import NUMEL, Rank, check_hooks, run_hooks
 from tests.engine.running import lines, run_pipeline, weights
 
@@ -83,6 +83,32 @@ def test_a_hook_with_a_state_and_several_all_reduces() -> None:
     assert all(map(torch.equal, expected[0], found[0]))
     with pytest.raises(ExchangeError, match="set `rounds`"):
         run_hooks(DdpCommHook(in_halves, State()), 2, run)
+
+
+def one_after_the_other(state: State, bucket: Any) -> Future[Tensor]:
+    """Sums the second half of a bucket when it has the sum of the first."""
+    halves, mean = bucket.buffer().chunk(2), Future[Tensor]()
+
+    def sum_second(_: Any) -> None:
+        second = dist.all_reduce(halves[1], group=state.process_group, async_op=True).get_future()
+        second.then(lambda _: mean.set_result(bucket.buffer().div_(2)))
+
+    dist.all_reduce(halves[0], group=state.process_group, async_op=True).get_future().then(sum_second)
+    return mean
+
+
+def test_the_state_has_the_group_of_the_bucket_that_goes_on() -> None:
+    """Although other buckets have begun meanwhile."""
+
+    def run(rank: Rank) -> list[list[float]]:
+        payloads = [
+            Payload(torch.full((6,), float(index + rank.rank)), (), "gradient", index) for index in range(4)
+        ]
+        sent = [rank._queue.send(payload, rank.stack, []) for payload in payloads]
+        return [future.wait().tolist() for future in sent]
+
+    found = run_hooks(DdpCommHook(one_after_the_other, State(), rounds=2), 2, run)
+    assert found[0] == found[1] == [[2.0 * index + 1] * 6 for index in range(4)]
 
 
 def waits(group: Any, bucket: Any) -> Future[Tensor]:
