@@ -439,8 +439,8 @@ def passes_of_rank(
 
 
 def _require_equal_data(session: Session, held_out: HeldOutData, length: int, samples: Sequence[Any]) -> None:
-    """Refuse held-out data whose first sample or `length` differs between ranks, and data without samples: as
-    far as can be seen, it was read before. Called by all ranks.
+    """Refuse held-out data whose first sample or `length` differs between ranks, and data without samples: a
+    stream was read before, as far as can be seen. Called by all ranks.
     """
     digest = digest_of([length, *samples[:1]])
     if differing := session.runtime.exchange.control.differing_ranks(digest, "a digest of the held-out data"):
@@ -448,5 +448,7 @@ def _require_equal_data(session: Session, held_out: HeldOutData, length: int, sa
         allowed = "have each rank read all of it, and draw from torch, NumPy or random, which are seeded"
         raise held_out.make_error(problem, allowed)
     if not length:
-        allowed = "data that can be read only once lasts for one evaluation: have its __iter__ start over"
+        allowed = "raise held_out, or name other data to evaluate on"
+        if is_iterable(held_out.dataset):
+            allowed = "data that can be read only once lasts for one evaluation: have its __iter__ start over"
         raise held_out.make_error("it has no sample to evaluate on", allowed)

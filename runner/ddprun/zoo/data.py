@@ -18,7 +18,7 @@ class DataError(ValueError):
 
 
 class TrainEvalSplit(NamedTuple):
-    """What to train on, and what is held out (None: nothing is)."""
+    """What to train on, and what is held out; None: data that is not built in holds nothing out."""
 
     train: Dataset[tuple[Tensor, ...]]
     evaluate: Dataset[tuple[Tensor, ...]] | None
@@ -70,7 +70,7 @@ def text(*, files: Sequence[str], context: int, held_out: float | None, folder: 
             f"{keep} bytes to train on are too few for a window of {context} (context) and one more; "
             f"{len(data) - keep} of {len(data)} bytes are held out"
         )
-    return TrainEvalSplit(train, rest if len(rest) else None)
+    return TrainEvalSplit(train, rest)
 
 
 class Windows(Dataset[tuple[Tensor, ...]]):
@@ -90,8 +90,9 @@ class Windows(Dataset[tuple[Tensor, ...]]):
 
 
 def _split(inputs: Tensor, labels: Tensor, keep: int) -> TrainEvalSplit:
-    held = TensorDataset(inputs[keep:], labels[keep:]) if keep < len(labels) else None
-    return TrainEvalSplit(TensorDataset(inputs[:keep], labels[:keep]), held)
+    return TrainEvalSplit(
+        TensorDataset(inputs[:keep], labels[:keep]), TensorDataset(inputs[keep:], labels[keep:])
+    )
 
 
 def _matching_files(patterns: Sequence[str], folder: Path) -> list[Path]:
