@@ -29,6 +29,7 @@ from ddprun.engine.data import BatchDataset, Feed
 from ddprun.engine.feeds import open_training_feeds
 from ddprun.engine.samples import BatchError, collate
 from ddprun.engine.seeding import seed_everything
+from ddprun.zoo.data import text
 from ddprun_hooks.comm.control import ControlChannel
 from ddprun_hooks.comm.groups import RankGroup
 from ddprun_hooks.testing import run_ranks
@@ -962,3 +963,13 @@ def test_too_little_text_is_told_without_what_is_held_out(tmp_path: Path) -> Non
     told = r"90 bytes to train on are too few for a window of 95 \(context\) .*; 10 of 100 bytes are held out"
     with pytest.raises(PipelineError, match=told):
         build_data(load(path))
+
+
+@pytest.mark.parametrize("files", ["*.txt", "{here}/*.txt"])
+def test_text_is_found_in_a_folder_whose_name_looks_like_a_pattern(tmp_path: Path, files: str) -> None:
+    """The patterns are those of the file alone."""
+    folder = tmp_path / "run[1]"
+    folder.mkdir()
+    (folder / "a.txt").write_bytes(bytes(33))
+    found = text(files=[files.replace("{here}", str(folder))], context=16, held_out=None, folder=folder)
+    assert len(found.train) == 2  # type: ignore[arg-type]

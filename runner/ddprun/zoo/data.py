@@ -99,11 +99,12 @@ def _matching_files(patterns: Sequence[str], folder: Path) -> list[Path]:
     found: set[Path] = set()
     for pattern in patterns:
         full = pattern.replace("{stdlib}", glob.escape(sysconfig.get_path("stdlib")))
+        full = full.removeprefix(f"{folder}/")  # `{here}`, whose name may hold [ or *
         try:
-            paths = glob.glob(str(folder / full), recursive=True)
+            paths = glob.glob(full, root_dir=folder, recursive=True)
         except RecursionError:
             raise DataError(f"a pattern of {len(pattern)} characters goes through too many folders") from None
-        matches = [path for path in map(Path, paths) if path.is_file()]
+        matches = [path for path in map(folder.joinpath, paths) if path.is_file()]
         if not matches:
             raise DataError(f'no file matches "{pattern}" (looked in {folder})')
         found.update(matches)
