@@ -236,12 +236,19 @@ def test_a_lengthened_stage_has_stepped_by_its_last_evaluation(tmp_path: Path) -
         assert rates(folder / "run") == [0.1] * 10 + reduced
 
 
-def test_a_schedule_that_torch_cannot_compute_is_named(tmp_path: Path) -> None:
-    """It divides by the number of steps of the first phase, less one."""
-    text = "schedule: {OneCycleLR: {max_lr: 0.1, pct_start: 0.1}}\nstages: [{train: {steps: 10}}]\n"
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ("pct_start: 0.1", "float division by zero"),
+        ("total_steps: 5", "it ends after step 5 of 10, and torch refuses to go on"),
+    ],
+)
+def test_a_schedule_that_torch_cannot_compute_is_named(tmp_path: Path, options: str, problem: str) -> None:
+    """Before the stage's first step. Torch divides by the steps of the first phase, less one."""
+    text = f"schedule: {{OneCycleLR: {{max_lr: 0.1, {options}}}}}\nstages: [{{train: {{steps: 10}}}}]\n"
     codes, told = run_to_end(tmp_path, RESUMED.replace("STEP", "5") + text, 1)
     assert codes == [EXIT_BAD_INPUT]
-    assert "schedule.OneCycleLR: float division by zero" in told
+    assert f"schedule.OneCycleLR: {problem}" in told
     assert "Traceback" not in told
 
 

@@ -8,7 +8,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from ddprun.config import Choice, LoadedPipeline, length_option_to_fill
 from ddprun.config.signatures import torch_options_model
@@ -321,6 +321,9 @@ def build_schedule(
             raise chosen.error(text, f"write {length}, or give the stage steps instead of epochs")
         chosen.options[length] = steps
     schedule = chosen.construct(torch.optim.lr_scheduler, optimizer, LRScheduler)
+    if isinstance(schedule, OneCycleLR) and steps is not None and schedule.total_steps < steps:
+        text = f"it ends after step {schedule.total_steps} of {steps}, and torch refuses to go on"
+        raise chosen.error(text, "leave out its length")
     try:
         inspect.signature(schedule.step).bind(*([0.0] if metric else []))
     except TypeError as error:
