@@ -131,7 +131,7 @@ class Synthetic(Options):
 
 
 class Noise(Options):
-    """Add normally distributed noise to every weight, different on each rank."""
+    """Add normally distributed noise to each trained parameter, different on each rank."""
 
     std: PositiveFloat
     """Standard deviation of the noise, in units of the weights."""
