@@ -191,7 +191,7 @@ class ObservedRun:
                 control=control,
                 writer=self._records.writer,
                 every=every,
-                stragglers=StragglerDetector(_STRAGGLER_WINDOW, _STRAGGLER_OVER, broadcasts_first=True),
+                stragglers=StragglerDetector(_STRAGGLER_WINDOW, _STRAGGLER_OVER),
             )
             recorder.ranks_may_differ = True
             screen = _NotesOnly(redact, quiet=ranks.rank != 0)

@@ -52,11 +52,8 @@ class StragglerDetector:
     `min_share` of a step, in the median of `window` steps.
     """
 
-    def __init__(self, window: int, min_share: float, *, broadcasts_first: bool = False) -> None:
+    def __init__(self, window: int, min_share: float) -> None:
         self._window, self._min_share = window, min_share
-        # What is sent outside backward is a broadcast before it: ranks that do not wait in it for a late one
-        # wait in backward.
-        self._broadcasts_first = broadcasts_first
         self._steps: deque[_StepMessages] = deque(maxlen=window)
         self._judged_us = 0.0  # on rank 0's clock
         self._params: Mapping[int, tuple[str, ...]] = {}
@@ -150,8 +147,10 @@ class StragglerDetector:
         *in_backward, outside_late = (
             np.where(at.all(1, keepdims=True), _above_others_median(at), 0.0) for at in (*ends, outside)
         )
+        # Ranks that do not wait for a late one outside backward, as in a broadcast, wait for it in backward;
+        # those that wait for it in backward among the ranks of a host are as late outside it.
         late: FloatArray = np.sum(in_backward, axis=0) if in_backward else np.zeros_like(outside_late)
-        late = np.maximum(late, outside_late) if self._broadcasts_first else late + outside_late
+        late = np.maximum(late, outside_late)
         typical = over_kinds(_median, late)  # (ranks,)
         rank = int(typical.argmax())
         late_us = float(typical[rank])
