@@ -120,6 +120,19 @@ def any_steps(count: int, chance: random.Random) -> list[MadeStep]:
     return steps
 
 
+def test_of_several_exchanges_beside_backward_ranks_wait_for_a_late_one_in_the_first() -> None:
+    """Of an exchange that began in an earlier step, only where there is no other."""
+    before, first, also_first, later = (trace(0, at, kind="delta") for at in (1000, 1992, 1994, 1999))
+    found = []
+    for completed, waited_us in (([first, also_first, later], (1995, 1999)), ([before, first], (1991, 1993))):
+        step = step_of(2, 1)
+        step.sync = NonBackwardExchanges([], completed, [(1000 * at, 1000 * at + 1000) for at in waited_us])
+        found.append(messages_of([step], [1]).numbers[0, SYNC_READY_AT] + OFFSET_US)
+    step.sync = NonBackwardExchanges([], [before], [(1_991_000, 1_992_000)])
+    found.append(messages_of([step], [1]).numbers[0, SYNC_READY_AT] + OFFSET_US)
+    assert found == [1994, 1992, 1000]
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_messages_are_the_same_whichever_steps_are_resolved_together(seed: int) -> None:
     """Bit for bit, though losses are sums of fractions."""

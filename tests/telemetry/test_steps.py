@@ -121,6 +121,12 @@ def test_what_landed_beside_backward_is_divided_by_its_own_last_rank() -> None:
     assert found.parts_us[0, [COLUMN["backward_us"], COLUMN["sync_us"]]].tolist() == [200 - 100, 350 - 90]
 
 
+def test_a_later_exchange_beside_backward_hides_no_late_rank() -> None:
+    """It is not known when the last rank had its bucket ready: it is on the wire when this rank has."""
+    first, second = trace(100, 100, 200), trace(210, 210, 260)
+    assert beside(traffic([], [first, second], (100, 200), (210, 260)), 180.0, 0.0) == (0, 80, 20 + 50)
+
+
 def test_each_bucket_is_matched_with_its_own_last_rank() -> None:
     """The first bucket was on the wire while the last rank still worked at the second: the wire was busy
     from 130 to 160 and from 190 on; in between nothing could move.
@@ -203,7 +209,7 @@ def plainly(step: MadeStep, all_ready: Sequence[float]) -> Split:
     for sent, completed, waits, ready in exchanges:
         hook += sum((one.handed_over or 0) - one.ready for one in sent)
         work = [(w.start, w.done) for one in completed for w in one.spans if not w.on_training_thread]
-        moving = [(at, one.done or 0) for one, at in zip(completed, ready, strict=True)]
+        moving = [(max(at, one.ready), one.done or 0) for one, at in zip(completed, ready, strict=True)]
         for now in [now for start, end in waits for now in range(start, end)]:
             if any(start <= now < end for start, end in work):
                 hook += 1

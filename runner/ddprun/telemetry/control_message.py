@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ddprun.telemetry.records import OWN_PARTS
 from ddprun.telemetry.steps import FloatArray, IntArray, ResolvedSteps, means_of
@@ -30,8 +31,9 @@ SUMS = ("samples", "steps", "us", *OWN_PARTS)
 SAMPLES_AT, STEPS_AT, US_AT, OWN_AT = range(4)
 REQUESTS_AT = len(SUMS)
 FINDING_AT, SYNC_READY_AT, READY_AT = range(REQUESTS_AT + 1, REQUESTS_AT + 4)
-"""Where in a message are: the first finding (`first_finding`); when the last bucket outside backward was
-ready; when each gradient bucket was ready, by its number, zeros if this rank exchanged none.
+"""Where in a message are: the first finding (`first_finding`); when the last bucket of the step's first
+exchange outside backward was ready; when each gradient bucket was ready, by its number, zeros if this rank
+exchanged none.
 """
 
 OWN_COLUMNS, READY_COLUMNS = slice(OWN_AT, REQUESTS_AT), slice(READY_AT, None)
@@ -189,7 +191,8 @@ def all_ready_us(
     sections, bucket, _, _ = resolved.trace_times
     about, outside = _message_of(own.rows, resolved)[sections // 2], sections % 2 > 0
     at = READY_AT + bucket
-    known = (about >= 0) & (outside | (at < messages.shape[-1]))
+    in_message = np.where(outside, _first_outside_backward(resolved), at < messages.shape[-1])
+    known = (about >= 0) & in_message
     ready = messages.max(1)[about, np.where(outside | ~known, SYNC_READY_AT, at)]
     all_ready: FloatArray = np.where(known & (ready > 0), ready + offset_us, 0.0)
     return all_ready
@@ -205,8 +208,28 @@ def _put_ready_times(
     column = READY_AT + bucket
     mine = (about >= 0) & ~outside & (column < numbers.shape[-1])
     numbers[about[mine], column[mine]] = at[mine]
-    mine = (about >= 0) & outside
+    mine = (about >= 0) & _first_outside_backward(resolved)
     np.maximum.at(numbers[:, SYNC_READY_AT], about[mine], at[mine])
+
+
+def _first_outside_backward(resolved: ResolvedSteps) -> NDArray[np.bool_]:
+    """Which traces are of a step's first exchange outside backward: they were ready before it was waited for.
+    All ranks have ended it when a later one begins: only in the first they wait for a late one. An exchange
+    that has begun in an earlier step counts where there is no other. Shape (traces,).
+    """
+    sections, _, ready, _ = resolved.trace_times
+    waits, outside = resolved.waits, sections % 2 > 0
+    begin = np.array(resolved.times)[resolved.bounds[:-1]].repeat(2)[sections]
+    of_step = outside & (ready >= begin)
+    some_of_step = np.isin(sections, sections[of_step])
+    candidates = of_step | (outside & ~some_of_step)
+    first_ready = np.full(2 * len(resolved.steps), np.iinfo(np.int64).max)
+    first_wait = first_ready.copy()
+    np.minimum.at(first_ready, sections[candidates], ready[candidates])
+    after = waits.start >= first_ready[waits.section]
+    np.minimum.at(first_wait, waits.section[after], waits.start[after])
+    first: NDArray[np.bool_] = candidates & (ready <= first_wait[sections])
+    return first
 
 
 def _message_of(rows: Sequence[int], resolved: ResolvedSteps) -> IntArray:

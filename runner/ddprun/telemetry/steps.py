@@ -279,7 +279,7 @@ def split_exposed_time(resolved: ResolvedSteps, all_ready_us: FloatArray) -> Int
         all_ready = np.rint(all_ready_us).astype(np.int64)
         last_ready = np.zeros(count, dtype=np.int64)
         np.maximum.at(last_ready, traces.section, all_ready)
-        on_wire = Intervals(traces.section, all_ready, traces.done)
+        on_wire = Intervals(traces.section, np.maximum(all_ready, traces.ready), traces.done)
         # Once all ranks have all buckets of a section ready, what is left of its waiting is the wire's.
         after = Intervals(np.arange(count), last_ready, np.full(count, waits.end.max()))
         moving = Intervals(*map(np.concatenate, zip(work, on_wire, after, strict=True)))
