@@ -68,9 +68,10 @@ class HostCommQueue:
         """
         entered = now_us()
         self._training_thread = threading.get_ident()
-        trace: BucketTrace[int] = new_trace(payload, stack, entered)
+        group = group or self.world
+        trace: BucketTrace[int] = new_trace(payload, stack, entered, among_all=group.size == self.world.size)
         traces.append(trace)
-        bucket = _BucketInFlight(payload, stack, trace, stack.run(payload, group or self.world))
+        bucket = _BucketInFlight(payload, stack, trace, stack.run(payload, group))
         with self._lock:
             alone = not (self._driving or self._events or self._in_flight)
         if alone and stack.max_collectives == 1 and payload.kind == "gradient":
@@ -289,7 +290,9 @@ class StreamQueue:
         gpu, stream = self._gpu, self._streams[payload.bucket % _STREAM_COUNT]
         current = gpu.current_stream()
         ready = gpu.record_timestamp(current)
-        trace: BucketTrace[StreamTimestamp] = new_trace(payload, stack, ready)
+        group = group or self.world
+        among_all = group.size == self.world.size
+        trace: BucketTrace[StreamTimestamp] = new_trace(payload, stack, ready, among_all=among_all)
         trace.handed_over = ready
         traces.append(trace)
         future = gpu.new_future()
@@ -299,7 +302,7 @@ class StreamQueue:
             try:
                 if self.error is not None:
                     raise self.error
-                self._run(payload, stack, trace, group or self.world, stream)
+                self._run(payload, stack, trace, group, stream)
             except BaseException as error:
                 self.error = self.error or error
                 fail_future(future, self.error)
@@ -351,7 +354,7 @@ class StreamQueue:
 CommQueue = HostCommQueue | StreamQueue
 
 
-def new_trace(payload: Payload, stack: Stack, ready: Any) -> BucketTrace[Any]:
+def new_trace(payload: Payload, stack: Stack, ready: Any, *, among_all: bool = True) -> BucketTrace[Any]:
     tensor = payload.tensor
     return BucketTrace(
         kind=payload.kind,
@@ -363,6 +366,7 @@ def new_trace(payload: Payload, stack: Stack, ready: Any) -> BucketTrace[Any]:
         params=payload.params,
         ready=ready,
         findings=payload.findings,
+        among_all=among_all,
     )
 
 

@@ -95,6 +95,8 @@ def test_hierarchical_sgd_sends_gradients_inside_hosts_and_changes_across(tmp_pa
         assert found["delta", step] == (1.5 * S if step % 8 == 0 else 0)
     groups = {(line["kind"], leg["group"]) for line in lines(run, "buckets") for leg in line["legs"]}
     assert groups == {("gradient", "within/2.0"), ("delta", "deltas.0")}
+    all_ready = [line for line in lines(run, "buckets") if line["all_ready_us"] is not None]
+    assert {line["kind"] for line in all_ready} == {"delta"}, "of a host alone it is not known"
 
 
 def test_a_hierarchical_hook_keeps_its_inner_hooks_inside_a_host(tmp_path: Path) -> None:

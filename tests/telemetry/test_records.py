@@ -146,6 +146,7 @@ def test_each_of_many_buckets_has_its_ready_time() -> None:
     ready = {bucket: 1000.0 + bucket for bucket in range(300)}
     (found,) = records_of([step_of(1, buckets=300)], {1: (0.0, ready)}, 300)
     assert [one.all_ready_us for one in found.buckets] == [at + OFFSET_US for at in ready.values()]
+    assert records_of([step_of(1)], {1: (0.0, {})}, 0)[0].buckets == []
 
 
 def test_without_messages_nothing_is_known_of_other_ranks() -> None:

@@ -70,6 +70,7 @@ class BucketTrace(Generic[TimeT]):
     findings: Sequence[Finding] = ()  # what hooks found out on the way; complete when the trace is
     params: Sequence[ParamSlice] = ()  # the parameters in it
     fidelity: Fidelity | None = None  # how the mean compares with the exact one, if measured
+    among_all: bool = True  # ranks of the queue, not those of a group
 
     def convert_times_to_us(self, to_us: Callable[[Any], int]) -> "BucketTrace[int]":
         """Turn every moment into microseconds by `to_us`, in place; gives this trace."""

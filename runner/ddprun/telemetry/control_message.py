@@ -192,7 +192,8 @@ def all_ready_us(
     about, outside = _message_of(own.rows, resolved)[sections // 2], sections % 2 > 0
     at = READY_AT + bucket
     in_message = np.where(outside, _first_outside_backward(resolved), at < messages.shape[-1])
-    known = (about >= 0) & in_message
+    among_all = np.array([trace.among_all for trace in resolved.traces], dtype=bool)
+    known = (about >= 0) & in_message & among_all
     ready = messages.max(1)[about, np.where(outside | ~known, SYNC_READY_AT, at)]
     all_ready: FloatArray = np.where(known & (ready > 0), ready + offset_us, 0.0)
     return all_ready
