@@ -104,6 +104,7 @@ class Feed:
         self._share = SampleShard(self.rank, self.world_size, loader.sharded)
         self.set_shares(())
         self.epoch = 0  # an epoch that is used up is left when the next step is asked for
+        self._announce_epoch()  # before anything is read, such as a first batch to learn shapes from
         self._consumed_samples = 0  # samples of the epoch, of all ranks, as if every rank's batches were full
         self._order: tuple[int, list[int]] | None = None  # an epoch, and the order of its samples
         # This rank's, and their numbers.
@@ -268,8 +269,7 @@ class Feed:
             epochs = None if epochs is None else epochs - 1
 
     def _epoch_steps(self, accumulate: int, ranks: Sequence[int]) -> Iterator[StepBatches]:
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(self.epoch)
+        self._announce_epoch()
         make_steps = self._sharded_iterable_steps if self.sharded else self._iterable_steps
         if not self.iterable:
             length, usual = self._own_epoch_samples(), self._lengths[self.rank]
@@ -286,6 +286,10 @@ class Feed:
                 yield step
                 if share != self._share:
                     break
+
+    def _announce_epoch(self) -> None:
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(self.epoch)
 
     def _micro_batch(self, content: Any, own: int) -> MicroBatch:
         return MicroBatch(batch_or_raise(content, self.make_error), own, own)
