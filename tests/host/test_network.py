@@ -1,6 +1,7 @@
 """Which network interface is used, as far as one host can tell."""
 
 import os
+from functools import partial
 
 import pytest
 
@@ -29,8 +30,9 @@ def test_localhost_is_this_host() -> None:
 def test_gloo_wants_the_whole_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where NCCL takes what it begins with."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "l")
-    with pytest.raises(network.NetworkError, match="GLOO_SOCKET_IFNAME is l, but the interfaces here are"):
-        network.choose_interface("127.0.0.1")
+    for choose in (partial(network.choose_interface, "127.0.0.1"), network.choose_loopback):
+        with pytest.raises(network.NetworkError, match="GLOO_SOCKET_IFNAME is l, but the interfaces here"):
+            choose()
 
 
 @pytest.mark.parametrize(("variable", "value"), [("GLOO_SOCKET_IFNAME", "lo"), ("NCCL_SOCKET_IFNAME", "=lo")])

@@ -79,9 +79,13 @@ def shared_names(hosts: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def choose_loopback() -> None:
-    """Set `GLOO_SOCKET_IFNAME` to the loopback interface, unless it is set: all ranks are on this host."""
-    if name := interface_by_address().get(LOOPBACK):
-        os.environ.setdefault(INTERFACE_VARIABLES[0], name)
+    """Set `GLOO_SOCKET_IFNAME` to the loopback interface, unless it is set: all ranks are on this host.
+    Raises NetworkError if it is set to what does not exist.
+    """
+    if given := os.environ.get(gloo := INTERFACE_VARIABLES[0]):
+        check_interfaces(gloo, given, several_hosts=False)
+    elif name := interface_by_address().get(LOOPBACK):
+        os.environ.setdefault(gloo, name)
 
 
 def address_towards(endpoint: str) -> str:
