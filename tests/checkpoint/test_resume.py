@@ -224,6 +224,58 @@ def sent(run_dir: Path) -> list[tuple[int, int, int]]:
     return found
 
 
+SUM = """
+import torch
+
+
+class Sum(torch.nn.Module):
+    \"\"\"Every gradient is 1. They are complete in the opposite order of the parameters.\"\"\"
+
+    def __init__(self):
+        super().__init__()
+        self.parts = torch.nn.ParameterList(torch.zeros(8, 1 + n) for n in range(4))
+
+    def forward(self, images, labels):
+        return sum(part.sum() for part in self.parts)
+"""
+SHARES_OF_BUCKETS = """
+model: sums.Sum
+data: digits
+loss: model
+optimizer: {sgd: {lr: 1.0}}
+hooks: [{hierarchical: {hosts: 2, across: [{topk: {density: 0.1, chunk: 64}}]}}]
+ddp: {bucket_cap_mb: 0.0002, find_unused_parameters: FIND}
+stages: [{train: {steps: STEPS}}]
+"""
+
+
+def test_other_buckets_lose_no_residual(tmp_path: Path) -> None:
+    """Each rank keeps the residuals of its share of a bucket. What a step adds to them, or moves the weights
+    by, is its gradient.
+    """
+    (tmp_path / "sums.py").write_text(SUM)
+    totals = []
+    for steps, find in ((2, "false"), (3, "true")):
+        text = SHARES_OF_BUCKETS.replace("STEPS", str(steps)).replace("FIND", find)
+        codes, said = run_to_end(tmp_path, text, 4, resuming=steps > 2)
+        assert codes == [0] * 4, said
+        root = tmp_path / "run" / "checkpoints"
+        newest = checkpoints.open_checkpoint(root, steps)
+        total = {
+            name: -value.flatten()
+            for name, value in checkpoints.read_part(newest, "shared")["parameters"].items()
+        }
+        for rank in range(4):
+            own = checkpoints.read_part(newest, checkpoints.rank_part_name(rank))
+            [hooks] = [one for one in own["hooks"].values() if one]
+            for key, piece in hooks["hierarchical"]["across"]["topk"].items():
+                if (values := piece.get("residual")) is not None:  # else another rank has claimed it
+                    total[key.partition("/")[2]][piece["start"] :][: len(values)] += values
+        totals.append(total)
+    for name, before in totals[0].items():
+        assert torch.allclose(totals[1][name], before + 1), name
+
+
 def test_independent_replicas_cannot_change_their_number(tmp_path: Path) -> None:
     """There are as many as there were ranks; the fault says so and exits with 2."""
     prepare(tmp_path, "independent", "[]")

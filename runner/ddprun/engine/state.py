@@ -349,5 +349,5 @@ def _writers(session: Session) -> list[CheckpointWriter]:
 
 def hook_state_partitioning(runtime: RunComponents) -> str:
     """What decides how hooks' state is divided among ranks; if it changes, state moves between ranks."""
-    cap_mb, hooks = runtime.loaded.pipeline.ddp.bucket_cap_mb, sorted(runtime.stacks.by_description)
-    return repr((cap_mb, runtime.ranks.placement.ranks_by_host(), hooks))
+    ddp, hooks = runtime.loaded.pipeline.ddp.model_dump(), sorted(runtime.stacks.by_description)
+    return repr((ddp, runtime.ranks.placement.ranks_by_host(), hooks))
