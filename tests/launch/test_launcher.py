@@ -1,13 +1,14 @@
 """Which launcher has started a process: found by the variables that each of them sets."""
 
 import os
+from pathlib import Path
 
 import pytest
 
 from ddprun.engine.failures import FailureContext, open_ranks
 from ddprun.launch.launcher import LauncherError, detect_launcher, first_host
 from ddprun.parallel.ranks import Environment
-from tests.ranks import as_processes, end_together
+from tests.ranks import as_processes, ddprun, end_together
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -196,3 +197,15 @@ def local_ranks_found(missing: list[str]) -> tuple[int, int]:
 def test_ranks_find_out_what_their_launcher_does_not_say(missing: list[str]) -> None:
     """Many scripts for Slurm and MPI set LOCAL_RANK alone: `hierarchical` took each rank for a host."""
     assert as_processes(2, local_ranks_found, missing) == [(0, 2), (1, 2)]
+
+
+def test_a_range_of_hosts_is_none_in_a_slurm_step(tmp_path: Path) -> None:
+    """A warning says so; the run has the step's hosts."""
+    text = "model: {mlp: {inputs: 64, outputs: 10}}\ndata: digits\noptimizer: sgd\n"
+    text += 'stages: [{train: {steps: 1}}]\nlaunch: {nproc_per_node: 1, nnodes: "1:2"}\n'
+    (tmp_path / "p.yaml").write_text(text)
+    names = ("SLURM_PROCID", "SLURM_NODEID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES")
+    step = dict(zip(names, "0011", strict=True)) | {"SLURM_STEP_TASKS_PER_NODE": "1"}
+    done = ddprun("p.yaml", cwd=tmp_path, environment=JOB | step)
+    assert done.code == 0, done.stderr
+    assert "warning: launch.nnodes is a range, but hosts cannot leave or join a Slurm step" in done.stderr

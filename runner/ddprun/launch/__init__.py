@@ -78,6 +78,9 @@ def start(loaded: LoadedPipeline, flags: Flags, run_dir: Path | None, *, resumin
             if launcher is not None:
                 if launcher.is_first:
                     say(f"started by {launcher.summary}")
+                    least, most = loaded.pipeline.launch.host_range
+                    if least < most and "nnodes" in launcher.flags.keys() - flags.keys():
+                        say("warning: launch.nnodes is a range, but hosts cannot leave or join a Slurm step")
                 flags = {**launcher.flags, **flags}
             return launch(loaded, flags, run_dir, folder, server, resuming=resuming)
     except OSError as error:
