@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import math
 import os
 import signal
 import sys
@@ -173,6 +174,28 @@ def test_an_exception_in_a_step_ends_the_run_as_failed(scripts: Scripts) -> None
     assert [step["step"] for step in records(folder, "steps")] == [1, 2, 3]
     logs = "".join(log.read_text() for log in (folder / "logs").iterdir())
     assert "in with_exception" in logs
+
+
+def with_not_a_number(folder: Path) -> None:
+    """In step 3, on rank 1; from there on no weight is a number."""
+    model, optimizer = start()
+    run = ddprun.observe(model, optimizer, run_dir=folder)
+    for step, batch in enumerate(run.steps([torch.ones(2, 12)] * 6), start=1):
+        loss = model(batch).square().mean() * (math.nan if (step, dist.get_rank()) == (3, 1) else 1.0)
+        run.note_loss(loss)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    run.close()
+
+
+def test_a_loss_that_is_no_number_is_told_once(scripts: Scripts) -> None:
+    """As in a run of the engine."""
+    folder = scripts.folder / "with_not_a_number"
+    found = {"step": 3, "rank": 1, "value": "nan", "parameter": "0.weight"}
+    (event,) = events(folder, "nonfinite")
+    assert found.items() <= event.items()
+    assert json.loads((folder / "summary.json").read_text())["nonfinite"] == found
 
 
 def with_copies(folder: Path) -> None:

@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,6 +34,7 @@ from ddprun.engine.failures import (
     wait_for_first_failure,
     write_failure_summary,
 )
+from ddprun.engine.nonfinite import FiniteCheck
 from ddprun.engine.reporter import Reporter, check_trackers, open_trackers
 from ddprun.engine.run_folder import RunFolderError, make_folder, new_folder, ranks_without
 from ddprun.host import rank_files
@@ -198,7 +199,9 @@ class ObservedRun:
             self._reporter = reporter = Reporter(screen, recorder, self._records.writer, redact_all)
             self._began = time.monotonic()
             self._loss: float | None = None  # mean over ranks in the newest step whose loss is known
+            self._finite_check = FiniteCheck(model.module, control, recorder, reporter.report_nonfinite)
             self._layout_known = self._clocks_are_due = self._closed = self._told_of_skipped = False
+            self._finite_check_is_due = False
             self._alone = False  # the other ranks may be gone
             self._error_before: BaseException | None = getattr(sys, "last_value", None)
             if not clock.lag_steps:  # else marks of the step before would have to be waited for
@@ -246,6 +249,7 @@ class ObservedRun:
             return
         try:
             self._progress(self._recorder.end_stage())
+            self._check_finite_if_due()
             self._records.collect()
         except BaseException as error:
             self._alone = True
@@ -265,17 +269,18 @@ class ObservedRun:
     def after_step(self, exchanged: bool, at: object) -> None:
         """A step is over; `exchanged`: its gradients were averaged over ranks; `at`: where it ended."""
         agreed = self._recorder.end_step(exchanged=exchanged, at=at, alone=self._alone)
-        self._clocks_are_due |= any(one.compare_clocks for one in agreed)
         self._progress(agreed)
 
     def meet_if_due(self) -> None:
-        """All ranks are about to take a forward pass: compare clocks, and tell each other from here on when
-        each bucket was ready, once DDP's buckets are as they stay.
+        """All ranks are about to take a forward pass: compare clocks, look for the first value that is not
+        finite, and tell each other from here on when each bucket was ready, once DDP's buckets stay the same.
         """
         layout_is_new = self.hooks.layout_frozen and not self._layout_known
-        if not (layout_is_new or self._clocks_are_due) or self._told_of_skipped:
+        due = layout_is_new or self._clocks_are_due or self._finite_check_is_due
+        if not due or self._told_of_skipped:
             return
         self._progress(self._recorder.wait_for_messages())
+        self._check_finite_if_due()
         if self._clocks_are_due:
             self._clocks_are_due = False
             log_event(self._reporter.events, self._recorder.compare_clocks())
@@ -286,7 +291,16 @@ class ObservedRun:
                 self._ranks, self._device, self._backend, pipeline=self._name, buckets=self.hooks.layout
             )
 
+    def _check_finite_if_due(self) -> None:
+        """Find and report the first loss or parameter that is not finite; called by all ranks."""
+        if self._finite_check_is_due:
+            self._finite_check_is_due = False
+            self._finite_check.check("continue", self.marks.step)
+
     def _progress(self, agreed: list[AgreedSteps]) -> None:
+        self._clocks_are_due |= any(one.compare_clocks for one in agreed)
+        if self._finite_check.first_nonfinite is None:
+            self._finite_check_is_due |= any(one.nonfinite for one in agreed)
         if agreed and agreed[-1].loss is not None:
             self._loss = agreed[-1].loss
         skipped = next((one.skipped for one in agreed if one.skipped is not None), None)
@@ -383,6 +397,7 @@ class ObservedRun:
             self._reporter.note(f"the summary has no totals: {late}")
         totals = [] if missing else [one for one, _, _ in of_ranks.values()]
         failures = {rank: why for rank, (_, _, why) in of_ranks.items()}
+        nonfinite = self._finite_check.first_nonfinite
         steps, seconds, hooks = self.marks.step, time.monotonic() - self._began, [*self.hooks.stack.names]
         stage = {"kind": "train", "index": 0, "steps": steps, "seconds": seconds, "sync": _SYNC}
         stage |= {"hooks": hooks, "loss": self._loss, "interrupted": status != "done"}
@@ -400,6 +415,7 @@ class ObservedRun:
             versions=versions(),
             records_dropped=sum(dropped for _, dropped, _ in of_ranks.values()),
             records_failure=self._reporter.note_incomplete_records(failures),
+            nonfinite=None if nonfinite is None else asdict(nonfinite),
             run_dir=str(self.folder),
             stages=[stage],
             **(summary_fields(totals, steps) if totals else {}),
