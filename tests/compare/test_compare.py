@@ -21,6 +21,7 @@ from ddprun.compare import learning
 from ddprun.compare import runs as compare
 from ddprun.compare.runs import (
     SeedRun,
+    TurnTimes,
     Variant,
     VariantRuns,
     comparison_rows,
@@ -37,7 +38,7 @@ from ddprun.report.blocks import format_with_equal_decimals
 from ddprun.report.digest import digest_run
 from ddprun.telemetry.reader import Run
 from tests.ranks import Running, ddprun
-from tests.report.made_up import make
+from tests.report.made_up import STEP_US, make
 from tests.report.pages import rewrite
 
 PIPELINE = """
@@ -64,7 +65,8 @@ def seeded(
     runs = []
     for seed, options in enumerate(made):
         run = Run(make(folder / f"{name}-{seed}", **options))
-        runs.append(SeedRun(run.folder, seed, 0, digest_run(run), dict(enumerate(turns_s, start=1))))
+        times = {turn: TurnTimes(step_s, step_s / 16) for turn, step_s in enumerate(turns_s, start=1)}
+        runs.append(SeedRun(run.folder, seed, 0, digest_run(run), times))
     return VariantRuns(Variant(name, Path("p.yaml"), twin=twin), runs)
 
 
@@ -117,14 +119,22 @@ def test_turns_of_a_moment_are_compared_with_each_other(tmp_path: Path) -> None:
 
 
 def test_speed_is_of_all_seeds(tmp_path: Path) -> None:
-    """A mean over their steps, whichever lacks a rank."""
-    one, two = seeded(tmp_path, "some", [{"ranks": 1}, {"ranks": 2}], [0.01] * 8), tmp_path / "some-1"
-    for file in (two / "steps").iterdir():
-        file.write_text(file.read_text().replace('"step_us": 10000', '"step_us": 30000'))
-    one.runs[1].digest = digest_run(Run(two))
-    for runs in (one.runs, one.runs[::-1]):
-        (row,) = comparison_rows([VariantRuns(one.variant, runs)])
-        assert row["steps_per_s"] == pytest.approx(50)
+    """A mean over their turns."""
+    fast, slow = (side(tmp_path, str(step_s), [step_s] * 8) for step_s in (0.01, 0.03))
+    (row,) = comparison_rows([VariantRuns(fast.variant, [*fast.runs, *slow.runs])])
+    assert row["samples_per_s"] == pytest.approx(50 * 16)
+
+
+def test_speed_counts_the_samples_of_a_rank_without_records(tmp_path: Path) -> None:
+    """It took as many as the others."""
+    found = []
+    for missing in (False, True):
+        run = SeedRun(make(tmp_path / str(missing), steps=40))
+        if missing:
+            (run.folder / "steps" / "rank-00001.jsonl").unlink()
+        fill_from_records(run, 10)
+        found.append(run.times_by_turn)
+    assert found[0] == found[1] == dict.fromkeys((1, 2, 3), TurnTimes(STEP_US / 1e6, STEP_US / 16 / 1e6))
 
 
 def test_losses_are_compared_after_equal_samples(tmp_path: Path) -> None:
@@ -313,8 +323,8 @@ def test_the_table_has_four_forms(tmp_path: Path) -> None:
     other.variant = Variant("[bold]a|b", Path("p.yaml"))
     table = comparison_rows([first, other])
     lines = compare.render(table, "markdown").splitlines()
-    assert "|  | steps/s | times the first | exposed | sent per step | fidelity |  |" in lines
-    cells = [r"[bold]a\|b", "100.0 ± 0.0", "2.00 (2.00 to 2.00)", "15%", "8 kB", "-"]
+    assert "|  | samples/s | times the first | exposed | sent per step | fidelity |  |" in lines
+    cells = [r"[bold]a\|b", "3,200.0 ± 0.0", "2.00 (2.00 to 2.00)", "15%", "8 kB", "-"]
     assert f"| {' | '.join([*cells, 'faster, and learns the same'])} |" in lines
     assert "|  | seeds | loss | against the first |" in lines
     assert r"| [bold]a\|b | 1 | 0.5513 | +0 |" in lines
@@ -323,9 +333,9 @@ def test_the_table_has_four_forms(tmp_path: Path) -> None:
     assert lines[:5] == [
         "Speed: over 8 turns, with 95% intervals.",
         "",
-        "               steps/s      times the first  exposed  sent per step  fidelity",
-        "first      100.0 ± 0.0  1.00 (1.00 to 1.00)       0%           8 kB         -  the first",
-        "[bold]a|b  100.0 ± 0.0  2.00 (2.00 to 2.00)      15%           8 kB         -  "
+        "               samples/s      times the first  exposed  sent per step  fidelity",
+        "first      1,600.0 ± 0.0  1.00 (1.00 to 1.00)       0%           8 kB         -  the first",
+        "[bold]a|b  3,200.0 ± 0.0  2.00 (2.00 to 2.00)      15%           8 kB         -  "
         "faster, and learns the same",
     ]
     assert lines[8:11] == [

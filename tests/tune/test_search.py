@@ -108,6 +108,12 @@ def lose_losses(folder: Path) -> None:
     summary.write_text(summary.read_text().replace('"steps":', '"nonfinite": {"step": 1}, "steps":', 1))
 
 
+def take_samples(folder: Path, samples: int) -> None:
+    """Have each rank of a made-up run take so many in a step."""
+    for file in (folder / "steps").iterdir():
+        file.write_text(file.read_text().replace('"samples": 8', f'"samples": {samples}'))
+
+
 def recorded(folder: Path, trials: int, *, finite: bool = True) -> SearchOutcome:
     """What a search has found after a round of made-up runs, in which all steps took equally long.
 
@@ -119,6 +125,7 @@ def recorded(folder: Path, trials: int, *, finite: bool = True) -> SearchOutcome
     sides = []
     for number in range(trials + 2):
         run = SeedRun(make(folder / f"{number}", steps=200), code=0)
+        take_samples(run.folder, 8 * max(1, number))
         if not finite:
             lose_losses(run.folder)
         compare.fill_from_records(run, 20)

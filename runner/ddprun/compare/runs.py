@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from subprocess import DEVNULL, Popen, TimeoutExpired
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -48,7 +48,7 @@ _TERMINATION_TIMEOUT_S = 15.0
 _TEXT_WIDTH = 110
 _SPEED_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "variant": ("", str),
-    "steps_per_s": ("steps/s", "{:.1f}".format),
+    "samples_per_s": ("samples/s", "{:,.1f}".format),
     "times_first": ("times the first", "{:.2f}".format),
     "exposed_share": ("exposed", "{:.0%}".format),
     "wire_bytes_per_step": ("sent per step", format_bytes),
@@ -116,13 +116,20 @@ def load_variant(variant: Variant, steps: int | None = None) -> tuple[Variant, L
     return replace(variant, name=name, overrides=overrides), loaded
 
 
+class TurnTimes(NamedTuple):
+    """Mean times of a turn, in seconds: of a step, and of a sample of all ranks."""
+
+    step_s: float
+    sample_s: float
+
+
 @dataclass(slots=True)
 class SeedRun:
     folder: Path
     seed: int | None = None  # None: the pipeline's own
     code: int | None = None  # the exit code of its process
     digest: RunDigest | None = None
-    step_s_by_turn: dict[int, float] = field(default_factory=dict)  # mean time of a step
+    times_by_turn: dict[int, TurnTimes] = field(default_factory=dict)
 
     @property
     def completed(self) -> bool:
@@ -146,12 +153,12 @@ class VariantRuns:
         return all(run.completed for run in self.runs)
 
     @property
-    def step_s_by_seed_and_turn(self) -> dict[tuple[int, int], float]:
-        """The mean time of a step, by the number of the seed and of the turn."""
+    def times_by_seed_and_turn(self) -> dict[tuple[int, int], TurnTimes]:
+        """By the number of the seed and of the turn."""
         return {
-            (number, turn): seconds
+            (number, turn): times
             for number, run in enumerate(self.runs)
-            for turn, seconds in run.step_s_by_turn.items()
+            for turn, times in run.times_by_turn.items()
         }
 
     @property
@@ -162,7 +169,7 @@ class VariantRuns:
 
 @dataclass(frozen=True, slots=True)
 class SpeedRatio:
-    """How many times as many steps per second as the first variant, over the same turns."""
+    """How many times as many samples per second as the first variant, over the same turns."""
 
     mean: float
     low: float
@@ -297,21 +304,22 @@ def fill_from_records(run: SeedRun, turn_steps: int) -> None:
         return step > turn_steps and step not in measured
 
     run.digest = digest_run(found, is_timed)
-    seconds_by_turn: dict[int, list[float]] = defaultdict(list)
+    steps_by_turn: dict[int, list[tuple[int, int]]] = defaultdict(list)  # of all ranks: time, samples
     for rank in found.ranks:
         for line in found.step_records(rank, is_timed):
-            seconds_by_turn[(line.step - 1) // turn_steps].append(line.step_us / 1e6)
-    half = turn_steps * max(1, len(found.ranks)) * 0.5
-    run.step_s_by_turn = {
-        turn: statistics.fmean(seconds) for turn, seconds in seconds_by_turn.items() if len(seconds) >= half
-    }
+            steps_by_turn[(line.step - 1) // turn_steps].append((line.step_us, line.samples))
+    for turn, steps in steps_by_turn.items():
+        us, samples = map(sum, zip(*steps, strict=True))
+        if len(steps) >= 0.5 * turn_steps * len(found.ranks) and samples:
+            sample_us = us / samples / found.most_ranks
+            run.times_by_turn[turn] = TurnTimes(us / len(steps) / 1e6, sample_us / 1e6)
 
 
 def speed_ratio(first: VariantRuns, other: VariantRuns) -> SpeedRatio | None:
     """How many times as fast as the first the other is; None if they have no turns in common."""
-    before, after = first.step_s_by_seed_and_turn, other.step_s_by_seed_and_turn
-    common = sorted(before.keys() & after.keys())
-    return bootstrap_ratio([(before[turn], after[turn]) for turn in common]) if common else None
+    before, after = first.times_by_seed_and_turn, other.times_by_seed_and_turn
+    pairs = [(before[turn].sample_s, after[turn].sample_s) for turn in sorted(before.keys() & after.keys())]
+    return bootstrap_ratio(pairs) if pairs else None
 
 
 def bootstrap_ratio(pairs: Sequence[tuple[float, float]]) -> SpeedRatio:
@@ -376,7 +384,7 @@ def comparison_rows(sides: Sequence[VariantRuns]) -> list[dict[str, Any]]:
                 "times_first": ratio.mean if ratio else None,
                 "times_first_low": ratio.low if ratio else None,
                 "times_first_high": ratio.high if ratio else None,
-                "turns": len(side.step_s_by_seed_and_turn),
+                "turns": len(side.times_by_seed_and_turn),
                 "turns_needed": max(0, _MIN_TURNS - (ratio.turns if ratio else 0)),
                 "verdict": speed_verdict(sides[0], side, factor),
                 **outcome,
@@ -392,15 +400,15 @@ def comparison_rows(sides: Sequence[VariantRuns]) -> list[dict[str, Any]]:
 def _speed_columns(side: VariantRuns) -> dict[str, Any]:
     times = sum((digest.times for digest in side.digests), StepTimes([]))
     if times.steps_per_s is None:
-        return dict.fromkeys(("steps_per_s", "spread", "exposed_share", "wire_bytes_per_step", "cosine"))
-    rates = [1 / seconds for seconds in side.step_s_by_seed_and_turn.values()]
+        return dict.fromkeys(("samples_per_s", "spread", "exposed_share", "wire_bytes_per_step", "cosine"))
+    sample_s = [turn.sample_s for turn in side.times_by_seed_and_turn.values()]
     summaries = [run.summary for run in side.runs if run.summary is not None]
     steps = sum(one.steps for one in summaries)
     curves = [digest.fidelity["cosine"] for digest in side.digests if "cosine" in digest.fidelity]
     cosines = [value for curve in curves for value in curve.means]
     return {
-        "steps_per_s": times.steps_per_s,
-        "spread": half_interquartile_range(rates),
+        "samples_per_s": 1 / statistics.fmean(sample_s) if sample_s else None,
+        "spread": half_interquartile_range([1 / seconds for seconds in sample_s]),
         "exposed_share": times.exposed_share,
         "wire_bytes_per_step": sum(one.wire_bytes or 0 for one in summaries) / steps if steps else None,
         "cosine": sum(cosines) / len(cosines) if cosines else None,
@@ -452,8 +460,8 @@ def _cell(key: str, row: Row) -> str:
     if row[key] is None:
         return "-"
     text = _SPEED_COLUMNS[key][1](row[key])
-    if key == "steps_per_s" and row["spread"] is not None:
-        text += f" ± {row['spread']:.1f}"
+    if key == "samples_per_s" and row["spread"] is not None:
+        text += f" ± {row['spread']:,.1f}"
     elif key == "times_first":
         text += f" ({row['times_first_low']:.2f} to {row['times_first_high']:.2f})"
     return text

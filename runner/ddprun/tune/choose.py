@@ -129,7 +129,7 @@ def pick_winner(trials: Sequence[Trial], floors: QualityFloors) -> Trial | None:
         return None
     best = max(left, key=lambda one: one.loss_adjusted_speedup(floors))
     assert best.speed_ratio is not None, "what is faster has been measured"
-    least = best.loss_adjusted_speedup(floors) * (best.speed_ratio.low / best.speedup)  # at most its own
+    least = best.loss_adjusted_speedup(floors) * min(1.0, best.speed_ratio.low / best.speedup)
     alike = [one for one in left if one.loss_adjusted_speedup(floors) >= least]
     return min(
         alike,

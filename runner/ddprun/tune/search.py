@@ -94,11 +94,7 @@ class SearchOutcome:
             log = compare.log_path(first.runs[0])
             raise TuneError(f"the file as it is failed with exit code {first.runs[0].code}; see {log}")
         entries = [self.baseline, self.baseline, *chosen]
-        measured = [list(side.step_s_by_seed_and_turn.values()) for side in sides]
-        for side, entry in zip(sides, entries, strict=True):  # so that candidates with other batches compare
-            share = self.baseline.candidate.samples_per_step / entry.candidate.samples_per_step
-            run = side.runs[0]
-            run.step_s_by_turn = {turn: seconds * share for turn, seconds in run.step_s_by_turn.items()}
+        measured = [[turn.step_s for turn in side.times_by_seed_and_turn.values()] for side in sides]
         rows = compare.comparison_rows(sides)
         samples = int(rows[0]["loss_after_samples"])
         target_loss = learning.loss_after(first.digests[0].run, int(choose.TARGET_LOSS_SHARE * samples))
