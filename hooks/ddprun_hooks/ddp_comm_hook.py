@@ -60,8 +60,8 @@ class DdpCommHook(Hook):
         while group.requests and not mean.done():
             tensor, future = group.requests.popleft()
             total = await comm.all_reduce(tensor)
-            if self.state is not None:
-                self.state.process_group = group  # meanwhile it was another bucket's
+            if self.state is not None and self.rounds > 1:  # meanwhile it was another bucket's
+                self.state.process_group = group
             future.set_result([total])
         if not mean.done():
             raise ExchangeError(f"the hook waits for something other than its process group: {_ONLY}")

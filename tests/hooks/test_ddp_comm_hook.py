@@ -111,6 +111,25 @@ def test_the_state_has_the_group_of_the_bucket_that_goes_on() -> None:
     assert found[0] == found[1] == [[2.0 * index + 1] * 6 for index in range(4)]
 
 
+def in_half_precision(state: State, bucket: Any) -> Future[Tensor]:
+    """As torch's own: some work comes before the all-reduce."""
+    half = bucket.buffer().to(torch.float16).div_(2)
+    future = dist.all_reduce(half, group=state.process_group, async_op=True).get_future()
+    return future.then(lambda done: bucket.buffer().copy_(done.value()[0]))  # type: ignore[no-any-return]
+
+
+def test_a_bucket_that_ends_leaves_the_state_to_the_one_that_begins() -> None:
+    """The first one's collective ends on another thread while the hook is called for the second."""
+
+    def run(rank: Rank) -> None:
+        for _ in range(20):
+            payloads = [Payload(torch.ones(100_000), (), "gradient", index) for index in range(8)]
+            for future in [rank._queue.send(payload, rank.stack, []) for payload in payloads]:
+                assert future.wait().eq(2).all()
+
+    run_hooks(DdpCommHook(in_half_precision, State()), 2, run)
+
+
 def waits(group: Any, bucket: Any) -> Future[Tensor]:
     def again(done: Future[list[Tensor]]) -> Any:
         return dist.all_reduce(done.value()[0], group=group, async_op=True).get_future().wait()[0]
