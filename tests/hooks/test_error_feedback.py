@@ -13,6 +13,7 @@ from ddprun_hooks.stack import Stack
 from ddprun_hooks.testing import (
     NUMEL,
     PARAMS,
+    SHAPES,
     Rank,
     bucket_slices,
     contribution,
@@ -111,6 +112,27 @@ def test_hosts_that_exchange_apart_keep_their_mean() -> None:
     both = residual_total(make_stack(specs).merge([*hosts[0], *hosts[1]]))
     assert each[0].abs().max() > 1e-6
     assert torch.allclose(both, (each[0] + each[1]) / 2, rtol=0, atol=1e-13)
+
+
+def test_what_an_older_layout_left_is_of_no_further_host() -> None:
+    """Other buckets give a parameter to the other rank of a host; what the first one keeps of it is added."""
+    specs: Specs = [two_level(across=["int8"])]
+
+    def body(c: Rank) -> dict[str, Any]:
+        for step in range(2):
+            c.step(step, torch.float64)
+        c.send(contribution(c.rank, 2, c.world_size, torch.float64), bucket_slices(list(SHAPES)[::-1]))
+        state: dict[str, Any] = c.stack.state_dict()["hierarchical"]["across"]["int8"]
+        return state
+
+    states = run_hooks(specs, 4, body)
+    merged = make_stack(["int8"]).merge([{"int8": state} for state in states])["int8"]
+    assert any(piece["ranks"] == 0 for state in states for piece in state.values())
+    for name, piece in merged.items():
+        expected = torch.zeros_like(piece["total"])
+        for own in (state[name] for state in states if name in state):
+            expected[own["start"] : own["start"] + own["residual"].numel()] += own["residual"]
+        assert torch.allclose(piece["total"], expected, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("specs", [["int8"], [two_level(across=["int8"])]], ids=str)

@@ -17,8 +17,8 @@ from ddprun_hooks.hook import Hook
 from ddprun_hooks.payload import ParamSlice, Payload, PayloadKind
 
 # A parameter's residual in a state: `start`, its first element's index in the flattened parameter, and its
-# values, shape (numel,): this rank's own as `residual`, where so many `ranks` hold the same elements, or the
-# sum over another world's ranks as `total`.
+# values, shape (numel,): this rank's own as `residual`, where so many `ranks` hold the same elements (0: they
+# are of an older layout), or the sum over another world's ranks as `total`.
 ResidualPiece = dict[str, Any]
 
 
@@ -84,7 +84,8 @@ class ErrorFeedback(Hook):
 
     def _release(self, key: tuple[PayloadKind, int]) -> None:
         """Keep the residual of a bucket by its parameters, until they are sent again."""
-        self._unclaimed_pieces |= self._bucket_residuals.pop(key).pieces(key[0])
+        pieces = self._bucket_residuals.pop(key).pieces(key[0])
+        self._unclaimed_pieces |= {name: piece | {"ranks": 0} for name, piece in pieces.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """`{"kind/parameter": piece}`."""
@@ -139,7 +140,8 @@ def _sum_pieces(pieces: Sequence[ResidualPiece]) -> Tensor:
     for piece in pieces:
         start, values = piece["start"], piece["residual"]
         total[start : start + values.numel()] += values.to(total.device)
-        groups[start : start + values.numel()] += 1 / piece.get("ranks", len(pieces))
+        if ranks := piece.get("ranks", len(pieces)):
+            groups[start : start + values.numel()] += 1 / ranks
     return total / groups.round().clamp(min=1)
 
 
