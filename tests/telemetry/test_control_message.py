@@ -120,8 +120,8 @@ def any_steps(count: int, chance: random.Random) -> list[MadeStep]:
     return steps
 
 
-def test_of_several_exchanges_beside_backward_ranks_wait_for_a_late_one_in_the_first() -> None:
-    """Of an exchange that began in an earlier step, only where there is no other."""
+def test_of_several_exchanges_beside_backward_ranks_wait_in_the_first_after_the_computation() -> None:
+    """For a late one; in an exchange that began in an earlier step, only where there is no other."""
     before, first, also_first, later = (trace(0, at, kind="delta") for at in (1000, 1992, 1994, 1999))
     found = []
     for completed, waited_us in (([first, also_first, later], (1995, 1999)), ([before, first], (1991, 1993))):
@@ -131,6 +131,11 @@ def test_of_several_exchanges_beside_backward_ranks_wait_for_a_late_one_in_the_f
     step.sync = NonBackwardExchanges([], [before], [(1_991_000, 1_992_000)])
     found.append(messages_of([step], [1]).numbers[0, SYNC_READY_AT] + OFFSET_US)
     assert found == [1994, 1992, 1000]
+    step = step_of(2, 1)  # the first one precedes the computation
+    step.parts, step.marks = ["", "forward_us", "sync_us"], [1_990_000, 1_996_000, 2_000_000]
+    waits = [(1_993_000, 1_994_000), (1_999_000, 2_000_000)]
+    step.sync = NonBackwardExchanges([], [first, later], waits)
+    assert messages_of([step], [1]).numbers[0, SYNC_READY_AT] + OFFSET_US == 1999
 
 
 @pytest.mark.parametrize("seed", range(10))

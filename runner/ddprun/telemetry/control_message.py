@@ -31,11 +31,12 @@ SUMS = ("samples", "steps", "us", *OWN_PARTS)
 SAMPLES_AT, STEPS_AT, US_AT, OWN_AT = range(4)
 REQUESTS_AT = len(SUMS)
 FINDING_AT, SYNC_READY_AT, READY_AT = range(REQUESTS_AT + 1, REQUESTS_AT + 4)
-"""Where in a message are: the first finding (`first_finding`); when the last bucket of the step's first
-exchange outside backward was ready; when each gradient bucket was ready, by its number, zeros if this rank
-exchanged none.
+"""Where in a message are: the first finding (`first_finding`); when the last bucket of the exchange outside
+backward was ready in which ranks wait for a late one; when each gradient bucket was ready, by its number,
+zeros if this rank exchanged none.
 """
 
+_COMPUTE = ("forward_us", "backward_us", "optimizer_us")
 OWN_COLUMNS, READY_COLUMNS = slice(OWN_AT, REQUESTS_AT), slice(READY_AT, None)
 
 
@@ -214,16 +215,18 @@ def _put_ready_times(
 
 
 def _first_outside_backward(resolved: ResolvedSteps) -> NDArray[np.bool_]:
-    """Which traces are of a step's first exchange outside backward: they were ready before it was waited for.
-    All ranks have ended it when a later one begins: only in the first they wait for a late one. An exchange
-    that has begun in an earlier step counts where there is no other. Shape (traces,).
+    """Which traces are of the exchange outside backward in which ranks wait for one that is late: the first
+    after the step's computation, since all ranks have ended it when a later one begins. Where nothing follows
+    the computation, it is the step's first, or else one that an earlier step began. Its traces were ready
+    before it was waited for. Shape (traces,).
     """
     sections, _, ready, _ = resolved.trace_times
-    waits, outside = resolved.waits, sections % 2 > 0
-    begin = np.array(resolved.times)[resolved.bounds[:-1]].repeat(2)[sections]
-    of_step = outside & (ready >= begin)
-    some_of_step = np.isin(sections, sections[of_step])
-    candidates = of_step | (outside & ~some_of_step)
+    waits, candidates = resolved.waits, sections % 2 > 0
+    times, begins = np.array(resolved.times), resolved.bounds[:-1]
+    computed = np.maximum.reduceat(np.where(np.isin(resolved.parts, _COMPUTE), times, 0), begins)
+    for since in (times[begins], computed):
+        found = candidates & (ready >= since.repeat(2)[sections])
+        candidates = np.where(np.isin(sections, sections[found]), found, candidates)
     first_ready = np.full(2 * len(resolved.steps), np.iinfo(np.int64).max)
     first_wait = first_ready.copy()
     np.minimum.at(first_ready, sections[candidates], ready[candidates])
