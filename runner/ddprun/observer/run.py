@@ -249,7 +249,8 @@ class ObservedRun:
             return
         try:
             self._progress(self._recorder.end_stage())
-            self._check_finite_if_due()
+            if self._finite_check.first_nonfinite is None:
+                self._finite_check.check("continue", self.marks.step)
             self._records.collect()
         except BaseException as error:
             self._alone = True
@@ -280,7 +281,9 @@ class ObservedRun:
         if not due or self._told_of_skipped:
             return
         self._progress(self._recorder.wait_for_messages())
-        self._check_finite_if_due()
+        if self._finite_check_is_due:
+            self._finite_check_is_due = False
+            self._finite_check.check("continue", self.marks.step)
         if self._clocks_are_due:
             self._clocks_are_due = False
             log_event(self._reporter.events, self._recorder.compare_clocks())
@@ -290,12 +293,6 @@ class ObservedRun:
             self._reporter.log_start(
                 self._ranks, self._device, self._backend, pipeline=self._name, buckets=self.hooks.layout
             )
-
-    def _check_finite_if_due(self) -> None:
-        """Find and report the first loss or parameter that is not finite; called by all ranks."""
-        if self._finite_check_is_due:
-            self._finite_check_is_due = False
-            self._finite_check.check("continue", self.marks.step)
 
     def _progress(self, agreed: list[AgreedSteps]) -> None:
         self._clocks_are_due |= any(one.compare_clocks for one in agreed)
