@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ddprun.config import LoadedPipeline
+from ddprun.config import LoadedPipeline, PipelineError
 from ddprun.plugins import SYNC_POLICIES
 from ddprun.sync.plan import StageFacts
 
@@ -23,6 +23,15 @@ def told(loaded: Load, text: str, *overrides: str) -> list[tuple[str, str]]:
     warnings = loaded(text, *overrides).warnings
     assert all(warning.severity == "warning" for warning in warnings)
     return [(warning.path, warning.problem) for warning in warnings]
+
+
+def test_batches_that_are_changed_are_not_compared_with_the_model(loaded: Load) -> None:
+    """What the model gets is not known."""
+    overrides = "model={mlp: {inputs: 12, outputs: 10}}", "data=digits"
+    with pytest.raises(PipelineError, match="inputs: 12"):
+        loaded("", *overrides)
+    for changed in ("batch={transform: mine.cut}", "loader={batch_size: 4, collate: mine.cut}"):
+        assert told(loaded, "", *overrides, changed) == []
 
 
 @pytest.mark.parametrize(
@@ -169,7 +178,7 @@ def test_ddp_needs_gradients(loaded: Load) -> None:
     assert told(loaded, text) == []
 
 
-def test_hosts_do_not_wait_for_each_other_where_ddp_looks_for_unused_parameters(loaded: Load) -> None:
+def test_hosts_wait_for_each_other_where_ddp_looks_for_unused_parameters(loaded: Load) -> None:
     """It asks all ranks in each backward pass, also where only the ranks of a host average gradients."""
     text = "ddp: {find_unused_parameters: true}\n"
     problem = '"find_unused_parameters: true" has hosts wait for each other in each step: DDP asks all ranks'

@@ -25,8 +25,10 @@ from ddprun_hooks.config.messages import describe_value, error_message_parts, un
 _LINEAR_LOSS = "LinearCrossEntropyLoss"
 
 
-@register_check("model", "data", "precision", "stages")
+@register_check("model", "data", "loader", "batch", "precision", "stages")
 def _model_fits_data(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    if pipeline.loader.collate or pipeline.batch.transform:
+        return  # either may change what the model gets
     for data in _train_data_of_all_stages(pipeline):
         yield from _check_model_fits(pipeline, data)
 
@@ -49,9 +51,6 @@ def _check_model_fits(pipeline: Pipeline, data: Choice) -> Iterator[KeyConflict]
     elif data.options.get("dtype") == "float64" and not pipeline.precision.startswith("pure_"):
         text = f'"{pipeline.model.name}" clashes with "dtype: float64" of {what}: its weights are float32'
         yield KeyConflict(at, text, "write dtype: float32")
-    elif isinstance(model, Transformer) and len(shape) > 1:
-        text = f'"{pipeline.model.name}" clashes with {what}, whose samples have the shape {list(shape)}'
-        yield KeyConflict(at, text, f"write shape: [{math.prod(shape)}]")
     elif isinstance(model, Mlp) and model.inputs != math.prod(shape):
         text = f'"inputs: {model.inputs}" clashes with {what}, whose samples hold {math.prod(shape)} values'
         yield KeyConflict(f"{at}.inputs", text, f"write inputs: {math.prod(shape)}")
@@ -92,7 +91,8 @@ def _outputs_for_every_class(pipeline: Pipeline) -> Iterator[KeyConflict]:
     if isinstance(data.settings, Synthetic) and data.settings.dtype == "int64":
         tokens = data.settings.classes
     if isinstance(model, Transformer) and model.vocabulary < tokens:
-        text = f'"vocabulary: {model.vocabulary}" clashes with "data: {data.name}", which has {tokens} tokens'
+        text = f'"vocabulary: {model.vocabulary}" clashes with "data: {data.name}", '
+        text += f"which has {tokens} different tokens"
         yield KeyConflict("model.transformer.vocabulary", text, f"at least {tokens}")
 
 
