@@ -87,12 +87,12 @@ def test_every_key_becomes_an_option(tmp_path: Path) -> None:
 
 def test_options_of_sbatch_go_before_what_ddprun_writes(tmp_path: Path) -> None:
     """Each of them once, whatever the other keys say."""
-    options = "{time: 5, nodes: 3, open-mode: false, gres: 'gpu:2'}"
+    options = "{time: 5, nodes: 3, requeue: false, gres: 'gpu:2'}"
     done = dry(tmp_path, more=f"slurm: {{nodes: 2, time: 10, options: {options}}}\n")
     assert done.code == 0, done.stderr
     found = directives(done.stdout)
     asked = {"time": "5", "nodes": "3", "gres": "gpu:2"}
-    assert {name: found.get(name) for name in (*asked, "open-mode")} == {**asked, "open-mode": None}
+    assert {name: found.get(name) for name in (*asked, "requeue")} == {**asked, "requeue": None}
     assert done.stdout.count("#SBATCH --time=") == 1
 
 
@@ -112,7 +112,6 @@ def test_a_job_that_shall_not_come_back_is_just_run(tmp_path: Path) -> None:
             "{time: soon}",
             'slurm.time: expected a time, got "soon" (a string); minutes, "HH:MM:SS", "D-HH" or "D-HH:MM:SS"',
         ),
-        ("{options: {requeue: false}}", '"requeue" cannot be set; write slurm.warn_s'),
         ("{options: {ntasks: 4}}", 'slurm.options.ntasks: "ntasks" cannot be set; there is one task on each'),
         (
             "{options: {output: a.txt}}",

@@ -143,8 +143,6 @@ def test_every_option_is_taken_by_both(kind: str, name: str, option: str) -> Non
         given |= {"outer": "adam", "outer_lr": 0.01}
     if option == "ttl_s":  # of a Job alone
         given["kind"] = "job"
-    if option == "address":  # of an endpoint alone
-        given["port"] = 9000
     assert check_accepts(kind, {name: given}), given
     assert accepts(kind, {name: given}), given
     assert not check_accepts(kind, {name: minimal(entry) | {"no_such_option": 1}})

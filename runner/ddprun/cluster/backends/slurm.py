@@ -48,7 +48,6 @@ _RESERVED_OPTIONS = {
     "ntasks": "there is one task on each host; write launch.nproc_per_node",
     "ntasks-per-node": "there is one task on each host; write launch.nproc_per_node",
     "output": "the job's output is next to the run's folder",
-    "requeue": "write slurm.warn_s",
     "signal": "write slurm.warn_s",
     "test-only": "use submit --dry-run",
     "wait": "use submit --follow",

@@ -8,11 +8,10 @@ import math
 import time
 from collections.abc import Mapping
 from functools import partial
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from ddprun.options import problem
 from ddprun.telemetry.records import PARTS
 from ddprun.track import RunInfo, StepInfo, Tracker
 
@@ -30,13 +29,6 @@ class Prometheus(Tracker):
 
         address: str = "127.0.0.1"
         """Address to listen on; 0.0.0.0 is all of the host's."""
-
-        @model_validator(mode="after")
-        def _listens(self) -> Self:
-            if self.port is None and "address" in self.model_fields_set:
-                text = "address has no effect without port: metrics are written into a file"
-                raise problem(text, "write a port, or remove it", at="address", on_key=True)
-            return self
 
     needs = "prometheus_client"
 
