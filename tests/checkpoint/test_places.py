@@ -88,8 +88,8 @@ def memory_of(launcher: int) -> Path | None:
     """The folder in shared memory of a launcher, which its remover names; None: not yet."""
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process(launcher).children():
-            if child.name() == "sh":
-                return Path(child.cmdline()[-1])
+            if child.name() == "sh" and (command := child.cmdline()):
+                return Path(command[-1])
     return None
 
 
