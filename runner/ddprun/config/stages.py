@@ -132,7 +132,7 @@ class Stage(Options):
 
 def _parse_interval(value: Any) -> Any:
     if isinstance(value, bool) or (not isinstance(value, int) and value != "epoch"):
-        raise expected("a number of steps or epoch")
+        raise expected("a whole number of steps, or epoch")
     if value != "epoch" and value < 1:
         raise problem(f"must be greater than 0, got {value}")
     return value

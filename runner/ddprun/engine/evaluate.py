@@ -448,7 +448,7 @@ def _require_equal_data(session: Session, held_out: HeldOutData, length: int, sa
         allowed = "have each rank read all of it, and draw from torch, NumPy or random, which are seeded"
         raise held_out.make_error(problem, allowed)
     if not length:
-        allowed = "raise held_out, or name other data to evaluate on"
+        allowed = "name other data to evaluate on, or raise held_out of built-in data"
         if is_iterable(held_out.dataset):
             allowed = "data that can be read only once lasts for one evaluation: have its __iter__ start over"
         raise held_out.make_error("it has no sample to evaluate on", allowed)

@@ -323,7 +323,7 @@ def build_schedule(
     schedule = chosen.construct(torch.optim.lr_scheduler, optimizer, LRScheduler)
     if isinstance(schedule, OneCycleLR) and steps is not None and schedule.total_steps < steps:
         text = f"it ends after step {schedule.total_steps} of {steps}, and torch refuses to go on"
-        raise chosen.error(text, "leave out its length")
+        raise chosen.error(text, "leave out total_steps, or epochs and steps_per_epoch")
     try:
         inspect.signature(schedule.step).bind(*([0.0] if metric else []))
     except TypeError as error:

@@ -349,5 +349,6 @@ def _writers(session: Session) -> list[CheckpointWriter]:
 
 def hook_state_partitioning(runtime: RunComponents) -> str:
     """What decides how hooks' state is divided among ranks; if it changes, state moves between ranks."""
-    ddp, hooks = runtime.loaded.pipeline.ddp.model_dump(), sorted(runtime.stacks.by_description)
-    return repr((ddp, runtime.ranks.placement.ranks_by_host(), hooks))
+    ddp, hooks = runtime.loaded.pipeline.ddp, sorted(runtime.stacks.by_description)
+    buckets = ddp.model_dump(exclude={"gradient_as_bucket_view"})
+    return repr((buckets, runtime.ranks.placement.ranks_by_host(), hooks))

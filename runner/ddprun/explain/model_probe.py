@@ -115,8 +115,9 @@ class ModelProbe:
 
 @contextmanager
 def _one_rank_process_group() -> Iterator[None]:
-    """A process group of this process alone; torch's settings are afterwards as before."""
+    """A process group of this process alone; torch is afterwards as deterministic as before."""
     deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     before = os.environ.get(_INTERFACE)
     os.environ[_INTERFACE] = "lo"  # the host's own name need not resolve, and nothing is sent anyway
     level = dist.get_debug_level()
@@ -127,7 +128,7 @@ def _one_rank_process_group() -> Iterator[None]:
     finally:
         dist.destroy_process_group()
         dist.set_debug_level(level)
-        torch.use_deterministic_algorithms(deterministic)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
         os.environ.pop(_INTERFACE, None)
         if before is not None:
             os.environ[_INTERFACE] = before

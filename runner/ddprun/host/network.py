@@ -85,7 +85,7 @@ def choose_loopback() -> None:
     if given := os.environ.get(gloo := INTERFACE_VARIABLES[0]):
         check_interfaces(gloo, given, several_hosts=False)
     elif name := interface_by_address().get(LOOPBACK):
-        os.environ.setdefault(gloo, name)
+        os.environ[gloo] = name
 
 
 def address_towards(endpoint: str) -> str:

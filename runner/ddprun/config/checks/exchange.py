@@ -66,7 +66,7 @@ def _fidelity_without_gradients(pipeline: Pipeline) -> Iterator[KeyConflict]:
 def _profile_after_the_end(pipeline: Pipeline) -> Iterator[KeyConflict]:
     profile = pipeline.timings.profile
     lengths = [settings.steps for _, settings in pipeline.stages_and_settings()]
-    if profile is None or None in lengths:
+    if profile is None or not lengths or None in lengths:
         return
     steps = sum(length or 0 for length in lengths)
     if profile[0] > steps:
