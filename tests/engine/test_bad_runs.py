@@ -96,7 +96,7 @@ def said(folder: Path, model: str = "mine.Heads", options: str = "", ddp: str = 
     """What two ranks print that do not come to their end."""
     (folder / "mine.py").write_text(MODULE)
     text = PIPELINE.replace("MODEL", model).replace("OPTIONS", options)
-    (folder / "p.yaml").write_text(f"{text}ddp: {{{ddp}}}\n")
+    (folder / "p.yaml").write_text(text + ddp)
     done = ddprun("p.yaml", "--nproc-per-node=2", cwd=folder)
     assert done.code in (1, 2), done.stderr
     return done.stderr
@@ -126,7 +126,7 @@ def test_parameters_that_take_no_part_are_named(tmp_path: Path, model: str, of: 
 
 def test_static_graph_is_named_where_it_does_not_hold(tmp_path: Path) -> None:
     """And not to be kept: DDP takes one of the two keys only."""
-    printed = said(tmp_path, "{mine.Heads: {passes: 4}}", ddp="static_graph: true")
+    printed = said(tmp_path, "{mine.Heads: {passes: 4}}", ddp="ddp: {static_graph: true}\n")
     told = (
         r"p\.yaml:7:21: ddp.static_graph: is true, but second.weight, second.bias took no part in the loss "
         r"of rank [01] in step 5, so .*; write ddp: {find_unused_parameters: true} in its place, or leave"

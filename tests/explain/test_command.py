@@ -322,7 +322,8 @@ def test_the_object(file: Path, capsys: Out) -> None:
     assert leg["op"], leg["dtype"] == ("all_reduce", "float32")
 
 
-BAD_RUNS = [file for file in sorted((FOLDER / "run").glob("*.yaml")) if file.stem != "more-ranks-than-gpus"]
+NOT_LOOKED_AT = ("more-ranks-than-gpus", "nothing-held-out")
+BAD_RUNS = [file for file in sorted((FOLDER / "run").glob("*.yaml")) if file.stem not in NOT_LOOKED_AT]
 
 
 @pytest.mark.parametrize("file", BAD_RUNS, ids=lambda file: file.stem)
