@@ -227,8 +227,11 @@ def test_an_endpoint_of_several_hosts_means_c10d(flags: dict[str, str], backend:
     assert arguments.rdzv_backend == backend
 
 
-def test_hosts_that_may_leave_need_restarts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_hosts_that_may_leave_need_restarts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Whoever says so, the file or a flag."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # what it sets must not reach other tests
     flags = {"nnodes": "1:2", "rdzv_endpoint": "localhost:29511", "local_addr": "127.0.0.1"}
     torchrun_args({**flags, "max_restarts": "3"}, ["-m", "ddprun"])
     assert capsys.readouterr().err == ""
