@@ -565,6 +565,11 @@ def test_an_interrupt_ends_all_runs(tmp_path: Path) -> None:
             ["--steps", "9", "--set", "stages=[{train: {steps: 1}}, {train: {steps: 2}}]"],
             "2 stages take steps: --steps needs a pipeline with one",
         ),
+        (["--nproc-per-node=zero"], "--nproc-per-node is 'zero'; it must be at least 1, or auto, gpu or cpu"),
+        (
+            ["--nnodes=2", "--rdzv-endpoint=127.0.0.1:29533", "--rdzv-conf=x"],
+            "option 'x' must have a value specified",
+        ),
     ],
 )
 def test_what_is_wrong_is_told_before_anything_starts(

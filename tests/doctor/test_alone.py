@@ -34,6 +34,8 @@ def test_this_host_is_examined_alone(tmp_path: Path) -> None:
             "--nnodes 2 needs a rendezvous: add --rdzv-endpoint HOST:PORT",
         ),
         (["--nnodes=two"], {}, "--nnodes is 'two'; it must be a number of hosts, or MIN:MAX"),
+        (["--nproc-per-node=zero"], {}, "--nproc-per-node is 'zero'; it must be at least 1"),
+        (["--monitor-interval=0"], {}, "0.0 is not in the range 0<x<=3600"),
         (["--nnodes=²"], {}, "--nnodes is '²'; it must be a number of hosts, or MIN:MAX"),
         (["--nnodes=2", "--rdzv-endpoint=127.0.0.1:x"], {}, "'127.0.0.1:x' is not HOST:PORT"),
         (["--timeout=0"], {}, "--timeout"),

@@ -239,6 +239,13 @@ def test_hosts_that_may_leave_need_restarts(
     assert "--nnodes 1:2 without --max-restarts: a host that is lost ends the run" in capsys.readouterr().err
 
 
+def test_a_run_on_this_host_alone_is_of_one_host(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever range of hosts the file has: it waits for no others."""
+    flags: dict[str, str | bool] = {"nnodes": "1:2", "standalone": True}
+    read: Any = torchrun_args(flags, ["-m", "ddprun"])
+    assert (read.nnodes, capsys.readouterr().err) == ("1", "")
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -274,7 +281,12 @@ def test_hosts_that_may_leave_need_restarts(
         (["--nnodes=two"], "--nnodes is 'two'; it must be a number of hosts, or MIN:MAX"),
         (["--nnodes=0"], "--nnodes is '0'; it must be"),
         (["--nnodes=3:2"], "--nnodes is '3:2'; it must be"),
-        (["--nproc-per-node=0"], "--nproc-per-node is 0; it must be at least 1, or auto, gpu or cpu"),
+        (["--nproc-per-node=0"], "--nproc-per-node is '0'; it must be at least 1, or auto, gpu or cpu"),
+        (["--nproc-per-node=zero"], "--nproc-per-node is 'zero'; it must be at least 1"),
+        (
+            ["--nnodes=2", "--node-rank=2", "--master-addr=localhost"],
+            "--node-rank is 2, and --nnodes 2; hosts count from 0",
+        ),
     ],
 )
 def test_flags_that_torchelastic_refuses_are_bad_input(tmp_path: Path, flags: list[str], words: str) -> None:

@@ -86,7 +86,10 @@ def compare(
     """
     from ddprun.compare import runs as comparing
     from ddprun.compare.hosts import join_hosts_and_run
+    from ddprun.launch.launcher import parse_rank_count
 
+    if nproc_per_node is not None:
+        parse_rank_count(nproc_per_node)
     keys = [(key, list(map(flow_yaml, values))) for key, values in parse_alternatives(vary, "--vary")]
     shared_overrides = [*overrides, *([f"timings.fidelity_every={turn}"] if fidelity else [])]
     all_variants = comparing.make_variants(pipelines, shared_overrides, keys, noop=noop, twin=control)

@@ -42,7 +42,7 @@ TORCHRUN_FLAGS: dict[str, tuple[Any, str]] = {
     "master-port": (click.IntRange(0, 65535), "Port on host 0, for the static rendezvous."),
     "local-addr": (str, "Address of this host."),
     "max-restarts": (click.IntRange(min=0), "How many times ranks are restarted after a failure."),
-    "monitor-interval": (FiniteRange(0, 3600), "Seconds between two checks of the ranks."),
+    "monitor-interval": (FiniteRange(0, 3600, min_open=True), "Seconds between two checks of the ranks."),
     "role": (str, "Name of the ranks' role in logs."),
     "standalone": (bool, "One host with a rendezvous of its own on a free port."),
 }

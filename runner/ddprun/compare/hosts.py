@@ -17,7 +17,7 @@ import torch
 from pydantic import Field
 from torch.distributed import PrefixStore, Store
 
-from ddprun import EXIT_FAILURE, EXIT_INTERRUPTED
+from ddprun import EXIT_FAILURE, EXIT_INTERRUPTED, InputError
 from ddprun.doctor import links as doctor_links
 from ddprun.launch import meeting
 from ddprun.options import Options
@@ -51,7 +51,7 @@ class HostCoordinator:
         try:
             self._handler, info = meeting.join_rendezvous(self._flags, TIMEOUT_S, command)
         except ValueError as error:  # torchrun's way to refuse flags
-            raise meeting.HostsError(str(error)) from None
+            raise InputError(str(error)) from None
         store: Store = PrefixStore(command, info.store)
         store.set_timeout(_STORE_TIMEOUT)
         self.index, self.count = info.rank, info.world_size

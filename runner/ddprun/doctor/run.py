@@ -8,7 +8,14 @@ from ddprun.doctor import Finding, Report
 from ddprun.doctor.host import examine_host
 from ddprun.host.network import NetworkError, host_of, is_this_host, public_warning
 from ddprun.host.processes import handle_signal_unless_ignored
-from ddprun.launch.launcher import Flags, LauncherError, detect_launcher, flag_or_variable
+from ddprun.launch.launcher import (
+    Flags,
+    LauncherError,
+    detect_launcher,
+    flag_or_variable,
+    parse_host_range,
+    parse_rank_count,
+)
 from ddprun.standard_streams import say
 
 
@@ -24,17 +31,13 @@ def run(flags: Flags, timeout_s: float) -> tuple[bool, Report | None]:
             "torchrun's own flags, or by srun --ntasks-per-node=1"
         )
     flags = {**({} if launcher is None else launcher.flags), **flags}
-    ranks, nodes = flag_or_variable(flags, "nproc_per_node"), flag_or_variable(flags, "nnodes") or "1"
-    most = nodes.rpartition(":")[2]
-    if not most.isdecimal() or int(most) < 1:
-        raise LauncherError(f"--nnodes is {nodes!r}; it must be a number of hosts, or MIN:MAX")
-    multiple_hosts = int(most) > 1
+    ranks = parse_rank_count(flag_or_variable(flags, "nproc_per_node") or "auto")
+    multiple_hosts = parse_host_range(flag_or_variable(flags, "nnodes") or "1")[1] > 1
     for number in (signal.SIGINT, signal.SIGTERM):  # waiting in torch's C++ code must not hold them up
         handle_signal_unless_ignored(number, signal.SIG_DFL)
     # Torch's C++ side prints what it cannot reach, stack and all; what matters becomes a finding.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    count = int(ranks) if ranks.isdecimal() and int(ranks) else None
-    own_report = examine_host(count, several_hosts=multiple_hosts)
+    own_report = examine_host(ranks, several_hosts=multiple_hosts)
     if multiple_hosts:
         return _run_on_all_hosts(own_report, flags, timeout_s)
     return own_report.fit, own_report

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import re
 import uuid
 from collections.abc import Sequence
 from functools import partial
@@ -15,7 +14,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from ddprun.config import LoadedPipeline
 from ddprun.host import network
 from ddprun.host.device import default_rank_count
-from ddprun.launch.launcher import Flags, flag_or_variable
+from ddprun.launch.launcher import Flags, flag_or_variable, parse_host_range, parse_rank_count
 from ddprun.standard_streams import say
 
 SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # seconds from END_RANK to SIGKILL
@@ -51,21 +50,19 @@ def torchrun_args(flags: Flags, command: Sequence[str]) -> object:
         option = f"--{name.replace('_', '-')}"
         given += [option] if value is True else [option, str(value)]
     arguments = torchrun.parse_args([*given, *command])  # type: ignore[no-untyped-call]
-    least, most = _host_range(arguments.nnodes)
-    if re.fullmatch("-[0-9]+|0+", arguments.nproc_per_node):
-        raise ValueError(
-            f"--nproc-per-node is {arguments.nproc_per_node}; it must be at least 1, or auto, gpu or cpu"
-        )
-    one_host = most == 1
-    if arguments.standalone and least > 1:
-        raise ValueError(
-            f"--standalone starts a run on this host alone, but nnodes is {arguments.nnodes}: "
-            "add --nnodes 1, or leave --standalone out"
-        )
-    if not (one_host or arguments.standalone):
-        _choose_rendezvous(arguments, flags)
-    elastic = _prepare_restarts(arguments)
-    if arguments.standalone or (one_host and arguments.rdzv_backend in ("static", "c10d")):
+    least, most = parse_host_range(arguments.nnodes)
+    parse_rank_count(arguments.nproc_per_node)
+    if arguments.standalone:
+        if least > 1:
+            raise ValueError(
+                f"--standalone starts a run on this host alone, but nnodes is {arguments.nnodes}: "
+                "add --nnodes 1, or leave --standalone out"
+            )
+        arguments.nnodes, most = "1", 1
+    if most > 1:
+        _choose_rendezvous(arguments, flags, most)
+    elastic = _prepare_restarts(arguments, least, most)
+    if arguments.standalone or (most == 1 and arguments.rdzv_backend in ("static", "c10d")):
         arguments.rdzv_backend = "c10d"
         arguments.rdzv_endpoint = "localhost:0"
         arguments.rdzv_id = str(uuid.uuid4())
@@ -85,26 +82,18 @@ def torchrun_args(flags: Flags, command: Sequence[str]) -> object:
     return arguments
 
 
-def _host_range(nnodes: str) -> tuple[int, int]:
-    """The smallest and the largest number of hosts. Raises ValueError if these are none."""
-    least, colon, most = nnodes.partition(":")
-    found = [int(part) for part in (least, most if colon else least) if part.isdecimal()]
-    if len(found) < 2 or not 1 <= found[0] <= found[1]:
-        raise ValueError(f"--nnodes is {nnodes!r}; it must be a number of hosts, or MIN:MAX")
-    return found[0], found[1]
-
-
-def _choose_rendezvous(arguments: Any, flags: Flags) -> None:
+def _choose_rendezvous(arguments: Any, flags: Flags, most: int) -> None:
     """For several hosts, take c10d where an endpoint is given, unless a backend or this host's number is.
 
     Torchrun takes a host without --node-rank for the first one: several such hosts would all listen, each for
-    itself, and wait for the others in silence. Raises ValueError that names the missing flag.
+    itself, and wait for the others in silence. Raises ValueError that names the missing or wrong flag.
     """
     given = partial(flag_or_variable, flags)
     hosts, static = f"--nnodes {arguments.nnodes}", arguments.rdzv_backend == "static"
     if static and given("node_rank"):
-        return
-    if static and given("rdzv_endpoint") and not given("rdzv_backend"):
+        if arguments.node_rank >= most:
+            raise ValueError(f"--node-rank is {arguments.node_rank}, and --nnodes {most}; hosts count from 0")
+    elif static and given("rdzv_endpoint") and not given("rdzv_backend"):
         arguments.rdzv_backend = "c10d"
     elif static and (given("rdzv_endpoint") or given("master_addr")):
         raise ValueError(
@@ -118,9 +107,8 @@ def _choose_rendezvous(arguments: Any, flags: Flags) -> None:
         )
 
 
-def _prepare_restarts(arguments: Any) -> bool:
+def _prepare_restarts(arguments: Any, least: int, most: int) -> bool:
     """Set what torchelastic needs to restart ranks; whether that may come. Raises ValueError if it cannot."""
-    least, most = torchrun.parse_min_max_nnodes(arguments.nnodes)
     if most > 1 and arguments.max_restarts and arguments.rdzv_backend == "static":
         raise ValueError(
             "the static rendezvous cannot restart the ranks of several hosts: "

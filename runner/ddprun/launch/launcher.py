@@ -177,6 +177,26 @@ def flag_or_variable(flags: Flags, name: str) -> str:
     return str(flags.get(name) or os.environ.get(f"PET_{name.upper()}", ""))
 
 
+def parse_host_range(nnodes: str) -> tuple[int, int]:
+    """The smallest and the largest number of hosts, of `N` or `MIN:MAX`; raises LauncherError."""
+    least, colon, most = nnodes.partition(":")
+    found = [int(part) for part in (least, most if colon else least) if part.isdecimal()]
+    if len(found) < 2 or not 1 <= found[0] <= found[1]:
+        raise LauncherError(f"--nnodes is {nnodes!r}; it must be a number of hosts, or MIN:MAX")
+    return found[0], found[1]
+
+
+def parse_rank_count(nproc_per_node: str) -> int | None:
+    """The number of ranks per host; None: torchrun is to find it. Raises LauncherError."""
+    if nproc_per_node in ("auto", "gpu", "cpu"):
+        return None
+    if not nproc_per_node.isdecimal() or int(nproc_per_node) < 1:
+        raise LauncherError(
+            f"--nproc-per-node is {nproc_per_node!r}; it must be at least 1, or auto, gpu or cpu"
+        )
+    return int(nproc_per_node)
+
+
 def overrides_variable(overrides: Sequence[str]) -> dict[str, str]:
     """The environment variable that passes `--set` options on, not on command lines, which all may read."""
     return {_OVERRIDES_VARIABLE: json.dumps(list(overrides))}
