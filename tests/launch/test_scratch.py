@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -59,6 +60,19 @@ def test_only_the_folder_of_a_launcher_that_is_gone_is_removed(temporary: Path) 
         for process in (living, dead):
             process.kill()
             process.communicate(timeout=30)
+
+
+def test_a_fork_keeps_no_folder_of_a_dead_launcher(temporary: Path) -> None:
+    """As a process of a pipeline's own code, which goes on when the launcher and its ranks are killed."""
+    fork = "os.fork() or os.kill(os.getppid(), signal.SIGKILL)\n    time.sleep(60)"
+    command = [sys.executable, "-c", f"import os, signal, time\n{OPEN.replace('sys.stdin.read()', fork)}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as launcher:
+        launcher.wait(30)
+        try:
+            remove_dead_launcher_folders()
+            assert list(temporary.iterdir()) == []
+        finally:
+            os.killpg(launcher.pid, signal.SIGKILL)
 
 
 def test_a_new_folder_is_not_taken_for_a_dead_launchers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,11 @@
 import asyncio
 import json
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from tempfile import TemporaryDirectory
 from typing import Self
+
+from ddprun.host.rank_files import SHORT_PARENT, temporary_launcher_folder
 
 _POLL_S = 0.2
 
@@ -29,8 +30,9 @@ class TimeSliceScheduler:
     def __init__(self, turn_steps: int) -> None:
         self._turn_steps = turn_steps
         # Only this user can connect to what is in it. TMPDIR may be too long for the path of a socket.
-        self._folder = TemporaryDirectory(prefix="ddprun-", dir="/tmp")
-        self._address = f"{self._folder.name}/socket"
+        self._stack = ExitStack()
+        folder = self._stack.enter_context(temporary_launcher_folder(SHORT_PARENT))
+        self._address = f"{folder}/socket"
         self._runs: dict[int, _ScheduledRun] = {}
         self._writers: set[asyncio.StreamWriter] = set()
         self._changed = asyncio.Event()
@@ -46,7 +48,7 @@ class TimeSliceScheduler:
             writer.transport.abort()
         while self._writers:
             await asyncio.sleep(0)
-        self._folder.cleanup()
+        self._stack.close()
 
     def environment_value(self, run: int) -> str:
         """The value of the environment variable that tells a run how to reach this scheduler."""

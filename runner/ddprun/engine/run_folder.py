@@ -16,6 +16,7 @@ from ddprun import __version__
 from ddprun.checkpoint.folder import CHECKPOINTS_FOLDER
 from ddprun.config import LoadedPipeline
 from ddprun.config.secrets import REDACTED
+from ddprun.host.processes import own_locks
 from ddprun.parallel.ranks import Ranks
 from ddprun.run_files import (
     RUN_INFO_FILE,
@@ -225,6 +226,7 @@ def _lock(folder: Path, wait_s: float = _WAIT_S) -> None:
     """Keep every other run out of the folder, however this process ends: the lock is its open file."""
     with open_file(folder, _LOCK, "a+b") as file:
         handle = os.dup(file.fileno())  # stays open as long as this process lives
+    own_locks.add(handle)
     until = time.monotonic() + wait_s
     while True:
         try:
@@ -233,6 +235,7 @@ def _lock(folder: Path, wait_s: float = _WAIT_S) -> None:
         except BlockingIOError:
             if time.monotonic() > until:
                 by = os.pread(handle, _MAX_LOCK_BYTES, 0).decode(errors="replace").strip() or "another run"
+                own_locks.remove(handle)
                 os.close(handle)
                 raise RunFolderError(f"the run folder {folder} is in use by {by}") from None
             time.sleep(0.1)

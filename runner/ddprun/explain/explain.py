@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import chdir
 from dataclasses import dataclass, fields, is_dataclass, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import Tensor
@@ -30,6 +28,7 @@ from ddprun.explain.model_probe import ModelProbe, WorldShape, probe_model
 from ddprun.explain.traffic import Bucket, Route, SentBytes, TrafficSimulator
 from ddprun.host.code_folders import private_code_caches
 from ddprun.host.device import default_rank_count
+from ddprun.host.rank_files import temporary_launcher_folder
 from ddprun.sync.buffers import split_averaged_and_broadcast
 from ddprun.sync.exchanger import averageable_state, can_be_averaged, initialize_optimizer_state
 from ddprun.sync.plan import DueTransfers, ReplicaConsistency, SyncPlan, Transfer
@@ -246,8 +245,8 @@ def explain(
     world = WorldShape(hosts or launch.host_range[1], ranks_per_host)
     with (
         chdir(os.getcwd()),  # the user's code may leave it
-        TemporaryDirectory(prefix="ddprun-") as scratch,
-        private_code_caches(Path(scratch)),
+        temporary_launcher_folder() as scratch,
+        private_code_caches(scratch),
     ):
         if probe is None or not probe.suffices_for(loaded):
             probe = probe_model(loaded, world)

@@ -11,13 +11,14 @@ import stat
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
 from ddprun import InputError
+from ddprun.host.rank_files import SHORT_PARENT, temporary_launcher_folder
 from ddprun_hooks.config.trust import read_trust_policy
 
 _KEPT = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
@@ -58,21 +59,22 @@ def private_code_caches(scratch: Path) -> Iterator[None]:
         if name not in found:
             _make_private_folder(cache / folder, name)
             found[name] = str(cache / folder)
-    temporary = scratch / "tmp"
-    if len(os.fsencode(temporary)) > _MAX_PATH_BYTES:
-        temporary = Path(tempfile.mkdtemp(prefix="ddprun-", dir="/tmp"))
-    temporary.mkdir(mode=0o700, exist_ok=True)
-    before = {name: os.environ.get(name) for name in (*found, "TMPDIR")}
-    os.environ |= {**found, "TMPDIR": str(temporary)}
-    tempfile.tempdir = None  # what TMPDIR says counts again
-    try:
-        yield
-    finally:
-        tempfile.tempdir = None
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            os.environ |= {} if value is None else {name: value}
-        shutil.rmtree(temporary, ignore_errors=True)
+    with ExitStack() as stack:
+        if len(os.fsencode(scratch / "tmp")) > _MAX_PATH_BYTES:
+            scratch = stack.enter_context(temporary_launcher_folder(SHORT_PARENT))
+        temporary = scratch / "tmp"
+        temporary.mkdir(mode=0o700, exist_ok=True)
+        before = {name: os.environ.get(name) for name in (*found, "TMPDIR")}
+        os.environ |= {**found, "TMPDIR": str(temporary)}
+        tempfile.tempdir = None  # what TMPDIR says counts again
+        try:
+            yield
+        finally:
+            tempfile.tempdir = None
+            for name, value in before.items():
+                os.environ.pop(name, None)
+                os.environ |= {} if value is None else {name: value}
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _make_private_folder(folder: Path, variable: str) -> bool:

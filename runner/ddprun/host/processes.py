@@ -33,6 +33,18 @@ _TOO_MANY_FILES = ("Too many open files", "received 0 items of ancdata")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _T = TypeVar("_T")
 
+own_locks = set[int]()
+"""Descriptors that hold a lock. Processes that are forked close them: a lock is to end with this process."""
+
+
+def _close_own_locks() -> None:
+    while own_locks:
+        with suppress(OSError):  # the pipeline's code may have closed it
+            os.close(own_locks.pop())
+
+
+os.register_at_fork(after_in_child=_close_own_locks)
+
 
 def die_with_launcher() -> None:
     """For a rank of ddprun's launcher or torchrun, before what takes time: importing torch takes seconds."""

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from ddprun.host.dev_shm import SHM_FOLDER
-from ddprun.host.processes import send_signal, state_and_parent
+from ddprun.host.processes import own_locks, send_signal, state_and_parent
 from ddprun.run_files import replace_atomically
 
 SCRATCH_VARIABLE = "DDPRUN_SCRATCH"  # names a folder of this launcher's own, gone when it ends
 MEMORY_VARIABLE = "DDPRUN_MEMORY"  # the same, in shared memory
+SHORT_PARENT = Path("/tmp")  # where a folder's path is short enough for sockets, whatever TMPDIR says
 _PREFIX = "ddprun-launch-"
 _RUN_DIR, _OUTCOME, _CHECKPOINT, _PIDS = "run_dir", "outcome", "checkpoint", "pids"
 _ERROR = "error"
@@ -32,9 +33,9 @@ def temporary_launcher_folder(parent: Path | None = None) -> Iterator[Path]:
     launcher of the same user on the same host removes it.
     """
     remove_dead_launcher_folders()
-    # A TemporaryDirectory would be deleted by ranks, too, which are forked and end as Python does.
     folder = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=parent))
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    own_locks.add(handle)
     try:
         # On the folder itself, which is also how one tells cleaners of temporary files to leave it.
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -43,8 +44,10 @@ def temporary_launcher_folder(parent: Path | None = None) -> Iterator[Path]:
         (folder / _OUTCOME).write_text(" " * _OUTCOME_WIDTH)
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(handle)
+        if handle in own_locks:  # else this is a fork of the launcher
+            shutil.rmtree(folder, ignore_errors=True)
+            own_locks.remove(handle)
+            os.close(handle)
 
 
 @contextmanager
@@ -66,7 +69,7 @@ def launcher_memory() -> Iterator[Path | None]:
 
 def remove_dead_launcher_folders() -> None:
     """Remove the folders of launchers that are no more, on disk and in shared memory."""
-    parents = Path(tempfile.gettempdir()), SHM_FOLDER
+    parents = {Path(tempfile.gettempdir()), SHORT_PARENT, SHM_FOLDER}
     for folder in chain.from_iterable(parent.glob(f"{_PREFIX}*") for parent in parents):
         with suppress(OSError):  # another user's, or another launcher was faster
             if folder.stat().st_uid == os.geteuid():
