@@ -343,6 +343,7 @@ def test_a_buffer_that_is_not_sent_and_differs_ends_the_run(
     text = "the ranks hold different buffers, which the sync policy does not allow"
     assert f'{where} {text}: "{name}"' in printed
     assert "write buffers: every_forward" in printed
+    assert "mutate" not in printed
 
 
 def test_what_changes_on_one_rank_is_found_though_the_model_calls_collectives(tmp_path: Path) -> None:

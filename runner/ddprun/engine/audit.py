@@ -14,8 +14,9 @@ _CAUSES = (
 )
 _CAUSE_OF_BUFFERS = (
     "buffers: auto sends only what the passes before step 1 changed. If training changes others, write "
-    "buffers: every_forward, which sends all as DDP does. Another cause is mutate, on each rank for itself"
+    "buffers: every_forward, which sends all as DDP does"
 )
+_CAUSE_BY_MUTATE = ". Another cause is mutate, on each rank for itself"
 
 
 def audit_parameters(
@@ -61,6 +62,8 @@ def audit_parameters(
         return
     names = result.differing
     kind, causes = ("buffers", _CAUSE_OF_BUFFERS) if names[0] in buffers else ("parameters", _CAUSES)
+    if kind == "buffers" and any(one.mutate for _, one in runtime.loaded.pipeline.stages_and_settings()):
+        causes += _CAUSE_BY_MUTATE
     alike = [name for name in names if (name in buffers) == (kind == "buffers")]
     more = f" and {len(alike) - 1} more {kind} differ" if len(alike) > 1 else " differs"
     text = (
