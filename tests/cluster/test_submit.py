@@ -87,13 +87,31 @@ def test_every_key_becomes_an_option(tmp_path: Path) -> None:
 
 def test_options_of_sbatch_go_before_what_ddprun_writes(tmp_path: Path) -> None:
     """Each of them once, whatever the other keys say."""
-    options = "{time: 5, nodes: 3, requeue: false, gres: 'gpu:2'}"
+    options = "{time: 5, nodes: 3, gres: 'gpu:2'}"
     done = dry(tmp_path, more=f"slurm: {{nodes: 2, time: 10, options: {options}}}\n")
     assert done.code == 0, done.stderr
     found = directives(done.stdout)
     asked = {"time": "5", "nodes": "3", "gres": "gpu:2"}
-    assert {name: found.get(name) for name in (*asked, "requeue")} == {**asked, "requeue": None}
+    assert {name: found.get(name) for name in asked} == asked
     assert done.stdout.count("#SBATCH --time=") == 1
+
+
+@pytest.mark.parametrize(
+    ("slurm", "directive", "script"),
+    [
+        ("{options: {requeue: false}}", "no-requeue", False),
+        ("{options: {requeue: true}}", "requeue", True),
+        ("{options: {requeue: true}, warn_s: 0}", "requeue", False),
+    ],
+)
+def test_requeue_says_whether_slurm_or_the_script_queues_the_job_again(
+    tmp_path: Path, slurm: str, directive: str, script: bool
+) -> None:
+    """With `warn_s`, a checkpoint is taken before the time limit in either case."""
+    done = dry(tmp_path, more=f"slurm: {slurm}\n")
+    assert {"requeue", "no-requeue"} & set(directives(done.stdout)) == {directive}
+    assert ("scontrol requeue" in done.stdout) == script
+    assert ("DDPRUN_ON_USR1=stop" in done.stdout) == ("warn_s" not in slurm)
 
 
 def test_a_job_that_shall_not_come_back_is_just_run(tmp_path: Path) -> None:

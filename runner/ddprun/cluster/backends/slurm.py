@@ -151,6 +151,8 @@ class Slurm(Cluster):
     def text(self) -> str:
         options, submission = self._options, self._submission
         loaded, program = submission.loaded, _ddprun_executable(options, submission)
+        more = {**options.options}
+        requeue = more.pop("requeue", options.warn_s > 0)
         directives = {
             "job-name": loaded.pipeline.name,
             "nodes": submission.host_count(options.nodes),
@@ -163,8 +165,8 @@ class Slurm(Cluster):
             "output": str(self._output),
             "open-mode": "append",
             "signal": f"USR1@{options.warn_s}" if options.warn_s else None,
-            "requeue" if options.warn_s else "no-requeue": True,
-            **options.options,
+            "requeue" if requeue else "no-requeue": True,
+            **more,
         }
         lines = [
             f"#SBATCH --{name}" + ("" if value is True else f"={_quote_directive_value(str(value))}")
@@ -192,8 +194,9 @@ class Slurm(Cluster):
             'if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"; fi',
         ]
         if options.warn_s:
+            body.append(f"export {ON_USR1_VARIABLE}=stop")
+        if options.warn_s and requeue:
             body += [
-                f"export {ON_USR1_VARIABLE}=stop",
                 f'{srun} {shlex.quote(program)} "$@"',
                 "code=$?",
                 f'if [ "$code" -eq {EXIT_REQUEUE} ]; then # SIGUSR1 has come, and a checkpoint was taken',
