@@ -277,6 +277,8 @@ def test_a_failing_rank_ends_the_run_with_its_own_error_once(
         failure = summary(folder / "run")
         assert failure["status"] == "failed"
         assert failure["error"]["rank"] == 1
+        assert (failure["world_size"], failure["run_dir"], failure["stages"]) == (2, "run", [])
+        assert 0 < failure["seconds"] < 60
     assert "rank 0 failed" not in done.stderr
     assert not any(map(is_running, ranks))
     assert shared_memory_of(ranks) == []

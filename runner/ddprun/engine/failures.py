@@ -10,9 +10,11 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
+from msgspec.structs import replace
 
 from ddprun import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_REPEATED, standard_streams
 from ddprun.checkpoint import folder
@@ -75,6 +77,7 @@ class FailureContext:
     run_dir: Path | None = None
     reporter: Reporter | None = None
     step: Callable[[], int] = int  # how many steps of the run are done
+    summary: Callable[[], Summary] | None = None  # once the run goes on, what this rank knows of it
     may_summarize: bool = True  # False: a run is to be resumed, and until then its summary stays
 
 
@@ -163,7 +166,8 @@ def write_failure_summary(context: FailureContext, failure: dict[str, object]) -
         return False
     if context.may_summarize:
         with suppress(OSError):
-            write_summary(context.run_dir, Summary(status="failed", steps=context.step(), error=failure))
+            known = context.summary or partial(Summary, status="failed", steps=context.step())
+            write_summary(context.run_dir, replace(known(), error=failure))
     return True
 
 

@@ -1,7 +1,8 @@
 """How a run ends: the summary and the closing table."""
 
+import time
 from dataclasses import asdict
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -36,8 +37,7 @@ def finish_run(session: Session, status: Status) -> list[str]:
         assert first is not None
         message = _nonfinite_message(session) if ranks.rank == 0 else ""
         raw_summary.error = {"rank": first.rank, "message": message}
-    redacted = runtime.loaded.secrets.redact_all(msgspec.to_builtins(raw_summary))
-    summary = msgspec.convert({**redacted, "run_dir": raw_summary.run_dir}, Summary)
+    summary = _redacted(session, raw_summary)
     writer = runtime.checkpoints
     unwritten = [writer.last_problem] if writer is not None and writer.last_problem else []
     if ranks.rank == 0:
@@ -77,11 +77,25 @@ def _nonfinite_message(session: Session) -> str:
 
 def summarize(session: Session, status: Status) -> Summary:
     """Add up all ranks; called by all of them. Times are means over ranks, in seconds."""
+    mine = [*session.runtime.recorder.totals.values()]
+    rows = session.runtime.exchange.control.all_gather(mine, "totals for the summary").tolist()
+    totals = [dict(zip(TOTALS, row, strict=True)) for row in rows]
+    return _summary(session, status, **summary_fields(totals, session.state.step))
+
+
+def summarize_failure(session: Session) -> Summary:
+    """What one rank knows of a run that ends with an error: all but the totals of all ranks."""
+    return _redacted(session, _summary(session, "failed"))
+
+
+def _redacted(session: Session, summary: Summary) -> Summary:
+    redacted = session.runtime.loaded.secrets.redact_all(msgspec.to_builtins(summary))
+    return msgspec.convert({**redacted, "run_dir": summary.run_dir}, Summary)
+
+
+def _summary(session: Session, status: Status, **totals: Any) -> Summary:
     runtime, state, results = session.runtime, session.state, session.state.results
     nonfinite = runtime.finite_check.first_nonfinite
-    mine = [*runtime.recorder.totals.values()]
-    rows = runtime.exchange.control.all_gather(mine, "totals for the summary").tolist()
-    totals = [dict(zip(TOTALS, row, strict=True)) for row in rows]
     stages, kept, audit = state.cursor.entries, results.kept, results.last_audit
     return Summary(
         status=status,
@@ -91,7 +105,7 @@ def summarize(session: Session, status: Status) -> Summary:
         metrics={**(results.metrics or {})},
         best=None if kept is None else {**kept.model_dump(), "file": BEST_FILE},
         nonfinite=None if nonfinite is None else asdict(nonfinite),
-        seconds=state.cursor.run_seconds,
+        seconds=state.cursor.run_seconds + time.monotonic() - state.cursor.ticked_at,
         trackers_dropped=session.reporter.trackers.dropped,
         stragglers=runtime.recorder.stragglers.episodes,
         world_size=runtime.ranks.size,
@@ -108,5 +122,5 @@ def summarize(session: Session, status: Status) -> Summary:
             "largest_distance_ever": results.farthest_apart,
         },
         stages=list(stages),
-        **summary_fields(totals, state.step),
+        **totals,
     )

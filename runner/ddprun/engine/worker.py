@@ -27,7 +27,7 @@ from ddprun.engine.evaluate import discard_stale_best, evaluate, try_evaluations
 from ddprun.engine.failures import FailureContext, open_ranks, report_failure
 from ddprun.engine.interrupts import ComparisonSliceClient, SignalRequests
 from ddprun.engine.loop import run_stage
-from ddprun.engine.outcome import Status, finish_run
+from ddprun.engine.outcome import Status, finish_run, summarize_failure
 from ddprun.engine.resume import resume
 from ddprun.engine.run_folder import agree_on_folder, find_leaders, prepare_resumed_folder
 from ddprun.engine.save import check_saves, save
@@ -95,7 +95,7 @@ def run_worker(loaded: LoadedPipeline, run_dir: Path | None, *, resuming: Resume
         os._exit(code)  # threads may hang in collectives whose peers are gone
     # Process groups have threads of their own. One that outlives this function would be taken down with the
     # interpreter, and abort it if a thread is just then on its way back into Python.
-    failure_context.reporter, failure_context.step = None, int
+    failure_context.reporter, failure_context.step, failure_context.summary = None, int, None
     gc.collect()
     ranks.leave()
     ranks.watchdog.close()
@@ -152,6 +152,7 @@ def _run(
     cursor = session.state.cursor
     cursor.note_world_size(session.state.step + 1, ranks.size)
     cursor.ticked_at = time.monotonic()
+    failure_context.summary = partial(summarize_failure, session)
     status = _run_stages(session)
     cursor.count_time(in_stage=False)
     close_checkpoints(session)

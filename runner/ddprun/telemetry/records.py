@@ -251,7 +251,7 @@ class Failure(Struct):
 
 
 class Summary(Struct, kw_only=True):
-    """`summary.json`. None: not known, as most of a run that an error ended."""
+    """`summary.json`. None: not known, as the totals of all ranks of a run that an error ended."""
 
     v: int = VERSION
     status: str
