@@ -1,6 +1,6 @@
 """The training data of a run's stages, as feeds of batches."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,18 @@ class Feeds:
             return settings.steps
         per_epoch = self.for_stage(stage).steps_per_epoch(settings.accumulate)
         return None if per_epoch is None else settings.epochs * per_epoch
+
+    def steps_of_run(self, pipeline: Pipeline, begun: Sequence[int | None] = ()) -> int | None:
+        """Steps of all stages that update the weights; None where nobody can know. Those that have `begun`
+        keep the length that they had: ranks and batches may be others since.
+        """
+        total = 0
+        for index, (stage, settings) in enumerate(pipeline.stages_and_settings()):
+            steps = begun[index] if index < len(begun) else self.steps_of(stage.index, settings)
+            if steps is None:
+                return None
+            total += steps if settings.updates_weights else 0
+        return total
 
     def exhausted(self, pipeline: Pipeline) -> Iterator[tuple[Feed, list[int]]]:
         """The feeds of map-style data of which the run comes to an epoch's end, each with its stages."""

@@ -1,6 +1,8 @@
 """The run's optimizer, over what some stage trains, and schedules; what they cannot do is refused here."""
 
+import copy
 import inspect
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -14,6 +16,7 @@ from ddprun.config import Choice, LoadedPipeline, length_option_to_fill
 from ddprun.config.signatures import torch_options_model
 from ddprun.config.stages import better_values
 from ddprun.engine.build import ChoiceBuilder
+from ddprun.engine.feeds import Feeds
 from ddprun.engine.model_with_loss import model_alone
 from ddprun.engine.turns import Turns, check_groups_of_turns
 from ddprun.engine.weights import has_train_eval_modes, parameter_groups
@@ -285,7 +288,9 @@ def settings_of_stages(
                 kept.add(key)
     kept.discard("params")
     return {
-        index: [{key: value for key, value in group.items() if key in kept} for group in groups]
+        index: [
+            {key: copy.deepcopy(value) for key, value in group.items() if key in kept} for group in groups
+        ]
         for index, groups in found.items()
     }
 
@@ -304,10 +309,50 @@ def change_options(optimizer: Optimizer, group: dict[str, Any], options: Mapping
     group.update(options)
 
 
+def try_schedules(
+    loaded: LoadedPipeline,
+    feeds: Feeds,
+    optimizer: Optimizer,
+    settings: Mapping[int, Sequence[Mapping[str, Any]]],
+    *,
+    begun: bool = False,
+) -> dict[str, LRScheduler]:
+    """Build the schedule of each stage and take its first step, on an optimizer that ends as it was: torch's
+    refusals are told before step 1. Gives the schedules by their places. `settings` are those of
+    `settings_of_stages`; `begun`: the run was begun before, and stages that are over had other lengths.
+    """
+    attributes, groups = dict(vars(optimizer)), [dict(group) for group in optimizer.param_groups]
+    found = dict[str, LRScheduler]()
+    for stage, effective in loaded.pipeline.stages_and_settings():
+        of_run, path = effective.has_schedule_of_run, stage.key_path("schedule")
+        steps = feeds.steps_of_run(loaded.pipeline) if of_run else feeds.steps_of(stage.index, effective)
+        for group, own in zip(optimizer.param_groups, settings[stage.index], strict=True):
+            group.pop("initial_lr", None)
+            group.update(copy.deepcopy(own))  # a schedule changes a rate that is a tensor in place
+        made = build_schedule(loaded, path, effective.schedule, optimizer, steps, trial=True, begun=begun)
+        if made is not None:
+            found[path] = made
+    vars(optimizer).clear()
+    vars(optimizer).update(attributes)
+    for group, before in zip(optimizer.param_groups, groups, strict=True):
+        group.clear()
+        group.update(before)
+    return found
+
+
 def build_schedule(
-    loaded: LoadedPipeline, path: str, choice: Choice | None, optimizer: Optimizer, steps: int | None
+    loaded: LoadedPipeline,
+    path: str,
+    choice: Choice | None,
+    optimizer: Optimizer,
+    steps: int | None,
+    *,
+    trial: bool = False,
+    begun: bool = False,
 ) -> LRScheduler | None:
-    """A schedule; a length that is left out becomes the `steps` of the stage, or of the run."""
+    """A schedule; a length that is left out becomes the `steps` of the stage, or of the run. `trial`,
+    `begun`: of `try_schedules`.
+    """
     if choice is None:
         return None
     chosen = ChoiceBuilder.from_path(loaded, path, choice)
@@ -321,12 +366,23 @@ def build_schedule(
             raise chosen.error(text, f"write {length}, or give the stage steps instead of epochs")
         chosen.options[length] = steps
     schedule = chosen.construct(torch.optim.lr_scheduler, optimizer, LRScheduler)
-    if isinstance(schedule, OneCycleLR) and steps is not None and schedule.total_steps < steps:
+    least = 0 if steps is None or begun else steps
+    if isinstance(schedule, OneCycleLR) and schedule.total_steps < least:
         text = f"it ends after step {schedule.total_steps} of {steps}, and torch refuses to go on"
         raise chosen.error(text, "leave out total_steps, or epochs and steps_per_epoch")
+    if not trial:
+        return schedule
+    given: list[Any] = [0.0] if metric else []
     try:
-        inspect.signature(schedule.step).bind(*([0.0] if metric else []))
+        inspect.signature(schedule.step).bind(*given)
     except TypeError as error:
         hint = "a schedule with metric: beside it gets that, any other no argument"
         raise chosen.error(f"its step(): {error}", hint) from None
+    try:
+        with warnings.catch_warnings(action="ignore"):  # torch tells that the optimizer has taken no step
+            schedule.step(*given)
+    except (ValueError, RuntimeError, ArithmeticError) as error:
+        if chosen.source != "torch":
+            raise
+        raise chosen.error(f"its step(): {error}") from None
     return schedule

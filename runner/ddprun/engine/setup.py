@@ -26,7 +26,7 @@ from ddprun.engine.objective import (
     settle_layout,
     warmup_pass,
 )
-from ddprun.engine.optimizers import build_optimizer, check_closure, settings_of_stages
+from ddprun.engine.optimizers import build_optimizer, check_closure, settings_of_stages, try_schedules
 from ddprun.engine.reporter import Reporter, check_trackers, open_trackers
 from ddprun.engine.run_folder import check_writable
 from ddprun.engine.session import RunComponents, RunState, Session
@@ -144,6 +144,7 @@ def build_session(
         _compare_data(each, name, control, reporter)
     if not begun:
         check_warmups(loaded, feeds)
+    schedules = try_schedules(loaded, feeds, optimizer, optimizer_settings, begun=begun)
     if balances[None].shares and (warning := batchnorm_warning(model)):
         reporter.note(warning)
     fingerprints = DatasetFingerprints(feeds, held_out, stage_held_out, rank=ranks.rank)
@@ -221,6 +222,8 @@ def build_session(
     replicas = ReplicaConsistency(optimizer_is_read=has_train_eval_modes(optimizer))
     session = Session(runtime, RunState(replicas=replicas), reporter)
     check_state_storable(session)
+    for path, schedule in schedules.items() if runtime.checkpoints is not None else ():
+        check_state_storable(session, {"schedule": schedule.state_dict()}, path)
     log_event(reporter.events, recorder.compare_clocks())
     if ranks.rank == 0 and pipeline.track:  # last, so that whatever fails before leaves none open
         run = RunInfo(pipeline.name, run_dir, loaded.as_dict(), started_in)

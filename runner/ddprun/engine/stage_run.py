@@ -18,7 +18,7 @@ from ddprun.engine.optimizers import build_schedule, change_options, takes_closu
 from ddprun.engine.resume import errors_of_checkpoint
 from ddprun.engine.sequence import Action, Audit, EqualizeState, SendBuffers, StageActions, equalize
 from ddprun.engine.session import Session
-from ddprun.engine.state import check_state_storable, replay_schedule, restore_mid_stage
+from ddprun.engine.state import replay_schedule, restore_mid_stage
 from ddprun.engine.turns import Turn
 from ddprun.sync.exchanger import (
     average_optimizer_state,
@@ -156,9 +156,10 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
         left = feed.steps_left(settings.accumulate, _epochs_left(session, stage, settings.epochs))
         steps = None if left is None else done + left
     cursor.steps[-1] = steps
-    length = update_steps_of_run(session) if settings.has_schedule_of_run else steps
+    of_run = settings.has_schedule_of_run
+    length = runtime.feeds.steps_of_run(loaded.pipeline, cursor.steps) if of_run else steps
     same_length, cursor.length = cursor.length == length, length
-    if state.schedule is None or not settings.has_schedule_of_run:
+    if state.schedule is None or not of_run:
         # A schedule of an earlier stage has changed the optimizer's settings; its state stays.
         own_settings = runtime.optimizer_settings[stage.index]
         for group, own in zip(runtime.optimizer.param_groups, own_settings, strict=True):
@@ -167,10 +168,7 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
         state.schedule = build_schedule(
             loaded, stage.key_path("schedule"), settings.schedule, runtime.optimizer, length
         )
-        if state.schedule is not None and runtime.checkpoints is not None:
-            part = {"schedule": state.schedule.state_dict()}
-            check_state_storable(session, part, stage.key_path("schedule"))
-        if settings.has_schedule_of_run and state.schedule is not None and saved is None:
+        if of_run and state.schedule is not None and saved is None:
             replay_schedule(state.schedule, cursor.updates)
         state.loaded_schedule = None
     mutate = None
@@ -227,7 +225,7 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
             begins = f"the schedule begins anew, at a learning rate of {', '.join(rates)}"
             session.reporter.note(f"{stage.name}: {begins}")
         elif new_rates and state.schedule is not None:  # follow the new schedule from its start to here
-            first_update = 0 if settings.has_schedule_of_run else cursor.first_update
+            first_update = 0 if of_run else cursor.first_update
             replay_schedule(state.schedule, cursor.updates - first_update)
         seeding.restore_generators(saved["generators"], runtime.device)
         return run
@@ -237,20 +235,6 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
             runtime.recorder.record_between_step_exchanges(stage.index, state.step)
             session.reporter.events.info("optimizer_state_averaged", stage=stage.index, step=state.step)
     return run
-
-
-def update_steps_of_run(session: Session) -> int | None:
-    """Steps of all stages that update the weights; None where nobody can know. Those that have begun keep the
-    length that they had: ranks and batches may be others since.
-    """
-    total, begun = 0, session.state.cursor.steps
-    for index, (stage, settings) in enumerate(session.runtime.loaded.pipeline.stages_and_settings()):
-        known = index < len(begun)
-        steps = begun[index] if known else session.runtime.feeds.steps_of(stage.index, settings)
-        if steps is None:
-            return None
-        total += steps if settings.updates_weights else 0
-    return total
 
 
 def end_stage(run: StageRun) -> None:

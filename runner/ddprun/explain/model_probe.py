@@ -26,7 +26,7 @@ from ddprun.engine.objective import (
     settle_layout,
     warmup_pass,
 )
-from ddprun.engine.optimizers import build_optimizer, check_closure, settings_of_stages
+from ddprun.engine.optimizers import build_optimizer, check_closure, settings_of_stages, try_schedules
 from ddprun.engine.turns import Turns, build_turns
 from ddprun.host.code_folders import prepare_imports
 from ddprun.host.device import gpu_count
@@ -158,7 +158,7 @@ def probe_model(loaded: LoadedPipeline, world: WorldShape) -> ModelProbe:
     initialize_lazy_parameters(model, objective, feeds.main, turns)
     optimizer = build_optimizer(loaded, model, turns)
     check_closure(loaded, optimizer)
-    settings_of_stages(loaded, model, turns, optimizer)  # refuses those of stages that do not fit
+    try_schedules(loaded, feeds, optimizer, settings_of_stages(loaded, model, turns, optimizer))
     build.check_sync(loaded, turns, world.ranks)
 
     compiling.check_dynamo_config(loaded)
