@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from posixpath import normpath
 from typing import Any
 
 from pydantic import ValidationError
@@ -293,8 +294,8 @@ def _one_best_file(pipeline: Pipeline) -> Iterator[KeyConflict]:
             text += "the best by one metric"
             yield KeyConflict(f"{stage.path}.keep_best", text, "write the same in both, or remove one")
     for save in pipeline.stages:
-        if keeping and isinstance(save, SaveStage) and save.to == BEST_FILE:
-            text = f'"to: {BEST_FILE}" clashes with "keep_best" of {keeping[0].path}, which writes that file'
+        if keeping and isinstance(save, SaveStage) and normpath(save.to) == BEST_FILE:
+            text = f'"to: {save.to}" clashes with "keep_best" of {keeping[0].path}, which writes that file'
             yield KeyConflict(f"{save.path}.to", text, "name another file")
 
 

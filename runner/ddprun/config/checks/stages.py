@@ -1,6 +1,7 @@
 """Checks of stages: what they name for themselves, and their order."""
 
 from collections.abc import Callable, Iterator
+from posixpath import normpath
 
 from ddprun.config.checks.model_and_data import find_evaluations
 from ddprun.config.checks.registry import KeyConflict, register_check, warning
@@ -116,10 +117,11 @@ def _repeated_or_early_saves(pipeline: Pipeline) -> Iterator[KeyConflict]:
             changed = changed or updates or stage.mutate is not None
         if not isinstance(stage, SaveStage):
             continue
-        if stage.to in written:
-            text = f'{stage.path} writes "{stage.to}", as stages[{written[stage.to]}].save does'
+        file = normpath(stage.to)
+        if file in written:
+            text = f'{stage.path} writes "{stage.to}", as stages[{written[file]}].save does'
             yield KeyConflict(f"{stage.path}.to", text, "name another file")
-        written.setdefault(stage.to, stage.index)
+        written.setdefault(file, stage.index)
         if not changed:
             text = '"save" comes before every "train": it saves the initial weights'
             yield warning(f"stages[{stage.index}]", text)
