@@ -322,10 +322,30 @@ def test_saving_before_anything_has_changed(loaded: Load) -> None:
             "buffers",
             '"buffers" has no effect: every train stage of "stages" has its own "buffers"',
         ),
+        (
+            "schedule: CosineAnnealingLR\nstages: [{forward: {steps: 4}}]\n",
+            "schedule",
+            '"schedule" has no effect: no stage of "stages" updates the weights',
+        ),
+        (
+            "accumulate: 2\nstages: [{forward: {steps: 4, update: a.b}}]\n",
+            "accumulate",
+            '"accumulate" has no effect: no stage of "stages" accumulates gradients',
+        ),
+        (
+            "audit: {every: 5}\nstages: [{train: {steps: 4}}, {train: {steps: 3}}]\n",
+            "audit.every",
+            '"every: 5" has no effect: no stage has so many steps',
+        ),
+        (
+            "loader: {evaluate_collate: a.b}\nstages: [{train: {steps: 4}}]\n",
+            "loader.evaluate_collate",
+            '"evaluate_collate" has no effect: no evaluation of "stages" uses it',
+        ),
     ],
 )
 def test_what_every_stage_says_for_itself(loaded: Load, text: str, path: str, problem: str) -> None:
-    """A key at the top has no effect if each stage that could use it has its own."""
+    """A key at the top has no effect if each stage that could use it has its own, or none could."""
     assert told(loaded, text) == [(path, problem)]
 
 
@@ -348,6 +368,10 @@ def test_defaults_written_out_are_no_clash(loaded: Load) -> None:
     stage = "sync: {average: {every: 2}}, hooks: [fp16], clip_norm: 1.0, accumulate: 2, buffers: never"
     assert told(loaded, f"{text}stages: [{{train: {{steps: 4, {stage}}}}}]\n") == []
     assert told(loaded, "ddp: {static_graph: false, gradient_as_bucket_view: true}\n" + LOCAL) == []
+    stages = "audit: {every: 5}\nstages: [{train: {steps: 4}}, {train: {epochs: 1}}]\n"
+    assert told(loaded, stages) == []
+    stages = "audit: {every: 0}\nfreeze: [a]\nstages: [{forward: {steps: 4}}]\n"
+    assert told(loaded, text + stages) == []
 
 
 def test_what_goes_together(loaded: Load) -> None:

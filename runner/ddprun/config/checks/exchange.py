@@ -62,6 +62,14 @@ def _fidelity_without_gradients(pipeline: Pipeline) -> Iterator[KeyConflict]:
         yield warning("timings.fidelity_every", text, "remove it")
 
 
+@register_check("audit", "stages")
+def _audit_longer_than_stages(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    every, lengths = pipeline.audit.every, [one.steps for _, one in pipeline.stages_and_settings()]
+    if lengths and every > max(length or every for length in lengths):
+        text = f'"every: {every}" has no effect: no stage has so many steps'
+        yield warning("audit.every", text, "shorten it")
+
+
 @register_check("timings", "stages")
 def _profile_after_the_end(pipeline: Pipeline) -> Iterator[KeyConflict]:
     profile = pipeline.timings.profile

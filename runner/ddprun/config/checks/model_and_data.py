@@ -238,7 +238,7 @@ def find_evaluations(pipeline: Pipeline) -> Iterator[tuple[str, EvaluateStage | 
             yield f"{stage.path}.evaluate", stage.evaluate
 
 
-@register_check("data", "stages")
+@register_check("data", "loader", "stages")
 def _evaluate_without_data(pipeline: Pipeline) -> Iterator[KeyConflict]:
     evaluations = [path for path, one in find_evaluations(pipeline) if not getattr(one, "data", None)]
     if reason := _why_nothing_held_out(pipeline.data):
@@ -248,6 +248,9 @@ def _evaluate_without_data(pipeline: Pipeline) -> Iterator[KeyConflict]:
     if isinstance(pipeline.data, DataPair) and pipeline.data.evaluate is not None and not evaluations:
         text = '"data.evaluate" has no effect: no evaluation of "stages" reads it'
         yield warning("data.evaluate", text, "add an evaluate stage")
+    if pipeline.loader.evaluate_collate is not None and not [*find_evaluations(pipeline)]:
+        text = '"evaluate_collate" has no effect: no evaluation of "stages" uses it'
+        yield warning("loader.evaluate_collate", text, "add an evaluate stage")
 
 
 @register_check("sync", "schedule", "stages")

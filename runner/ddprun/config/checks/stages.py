@@ -135,8 +135,13 @@ def _overridden_everywhere(pipeline: Pipeline) -> Iterator[KeyConflict]:
             for stage, settings in pipeline.stages_and_settings()
             if key in type(stage).model_fields and (key not in _UPDATE_KEYS or settings.updates_weights)
         ]
-        overridden = bool(users) and all(key in stage.model_fields_set for stage in users)
-        if not overridden or not _differs_from_default(pipeline, key):
+        overridden = all(key in stage.model_fields_set for stage in users)
+        if not (overridden and pipeline.stages_with_steps()) or not _differs_from_default(pipeline, key):
+            continue
+        if not users:
+            if key not in ("optimizer", "freeze"):  # every file has an optimizer; saves may leave out frozen
+                what = "accumulates gradients" if key == "accumulate" else "updates the weights"
+                yield warning(key, f'"{key}" has no effect: no stage of "stages" {what}', "remove it")
             continue
         names = " and ".join(dict.fromkeys(stage.name for stage in users))
         what, it = (f'the options of "{key}" have', "them") if key == "optimizer" else (f'"{key}" has', "it")
