@@ -392,6 +392,18 @@ def test_what_is_no_weight_is_refused(folder: Path, given: Any) -> None:
     assert f"weight_by: gives {given!r}; expected a number, at least 0" in str(found.value)
 
 
+def test_targets_that_are_no_sequences_cannot_be_shifted(folder: Path) -> None:
+    """The shift would leave out the first sample of each batch."""
+    weight = "{targets: {of: labels, shift: 1}}"
+    (folder / "shift.yaml").write_text(LANGUAGE.format(size=3, weight=weight, accumulate=1))
+    objective = Objective(load(folder / "shift.yaml"), None, Precision("fp32", torch.device("cpu")))
+    assert objective.batch_weight({"labels": torch.ones(4, 6, dtype=torch.long)}) == 20
+    with pytest.raises(PipelineError) as found:
+        objective.batch_weight({"labels": torch.ones(4, dtype=torch.long)})
+    problem = "the targets are int64 (4,), without a sequence to leave targets out of; remove it"
+    assert f"weight_by.targets.shift: {problem}" in str(found.value)
+
+
 def test_perplexity_does_not_depend_on_the_batch_size(folder: Path) -> None:
     """Of the same weights; with means over samples it would."""
     found = dict[tuple[str, int], float]()

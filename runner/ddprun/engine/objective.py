@@ -360,6 +360,9 @@ class Objective:
         if not isinstance(target, Tensor):
             problem = f"the targets are {type(target).__name__}, expected a tensor"
             raise self._loaded.error("weight_by", problem, _TARGETS_HINT)
+        if wanted.shift and target.dim() < 2:
+            problem = f"the targets are {describe_sample(target)}, without a sequence to leave targets out of"
+            raise self._loaded.error("weight_by.targets.shift", problem, "remove it")
         ignored = wanted.ignore_index if wanted.ignore_index is not None else self.ignore_index
         return _count_weighted_targets(target[..., wanted.shift :] if wanted.shift else target, loss, ignored)
 
