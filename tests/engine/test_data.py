@@ -3,7 +3,9 @@
 import multiprocessing
 import random
 import re
+from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -27,13 +29,24 @@ from ddprun.config import Loader, PipelineError, load
 from ddprun.engine.build import build_data, build_model, build_stage_held_out
 from ddprun.engine.data import BatchDataset, Feed
 from ddprun.engine.feeds import open_training_feeds
-from ddprun.engine.samples import BatchError, collate
+from ddprun.engine.samples import BatchError, collate, digest_of
 from ddprun.engine.seeding import seed_everything
 from ddprun.zoo.data import text
 from ddprun_hooks.comm.control import ControlChannel
 from ddprun_hooks.comm.groups import RankGroup
 from ddprun_hooks.testing import run_ranks
 from tests.ranks import as_processes
+
+
+@dataclass
+class Sample:
+    values: Any
+
+
+@pytest.mark.parametrize("kind", [Sample, lambda value: array("i", [value]), lambda value: [{"x": value}]])
+def test_digests_tell_samples_apart_by_their_values(kind: Callable[[int], Any]) -> None:
+    """Also those of a dataclass, and those that give their bytes, as images do."""
+    assert digest_of([kind(1)]) == digest_of([kind(1)]) != digest_of([kind(2)])
 
 
 class Ids(Dataset[tuple[int, int]]):

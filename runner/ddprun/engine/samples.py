@@ -2,7 +2,8 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache
 from itertools import chain
 from typing import Any, TypeVar
@@ -135,7 +136,9 @@ def describe_sample(sample: Any) -> str:
 
 
 def digest_of(samples: Iterable[Any]) -> bytes:
-    """A digest of samples by their values, of 32 bytes. Objects of unknown types count by their type."""
+    """A digest of samples by their values, of 32 bytes. Objects of unknown types count by their bytes, which
+    images give, or by their type alone.
+    """
     found = hashlib.sha256()
     for sample in samples:
         _update_digest(found, sample)
@@ -155,6 +158,12 @@ def _update_digest(found: Any, sample: Any) -> None:
     elif isinstance(sample, Mapping | tuple | list):
         for value in chain(*sample.items()) if isinstance(sample, Mapping) else sample:
             _update_digest(found, value)
+    elif is_dataclass(sample) and not isinstance(sample, type):
+        for field in fields(sample):
+            _update_digest(found, getattr(sample, field.name))
+    elif callable(tobytes := getattr(sample, "tobytes", None)):
+        with suppress(Exception):  # it may be of another kind
+            found.update(tobytes())
     elif isinstance(sample, bool | int | float | complex | str | bytes) or sample is None:
         found.update(repr(sample).encode())
     found.update(b"\1")
