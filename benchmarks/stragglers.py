@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.page import argument_parser
+from benchmarks.page import argument_parser, environment
 from tests.engine.running import events, lines
 
 LATE = 2
@@ -45,7 +45,7 @@ def run(folder: Path, cause: str, late_s: float, steps: int, width: int) -> Path
     text = PIPELINE.format(where=WHERE[cause], net_s=late_s, data_s=data_s, steps=steps, width=width)
     (folder / "late.yaml").write_text(text)
     command = [sys.executable, "-m", "ddprun", str(folder / "late.yaml")]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment())
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stderr}")
     return Path(done.stdout.strip())

@@ -158,13 +158,14 @@ def test_a_message_is_about_all_steps_since_the_one_before() -> None:
     steps = [step_of(1, 2, exchanged=False), step_of(2, 3), step_of(3, 1, exchanged=False)]
     steps[0].traces, steps[0].backward_end = [trace(1, 700, 1)], steps[0].marks[-1]
     steps[1].traces, steps[1].backward_end = [trace(0, 1995), trace(2, 1999)], steps[1].marks[-1]
-    beside = [trace(0, 2005, kind="delta"), trace(1, 2003, kind="delta")]
+    beside = [trace(0, 2003, kind="delta"), trace(1, 2005, kind="delta")]
     steps[1].sync, steps[1].requests = NonBackwardExchanges(beside, beside, []), STOP
     (message,), (numbers,), (loss,), left = messages_of(steps, [3])
     assert (message.step, message.row, list(message.findings)) == (2, 1, steps[0].traces)
     assert loss.tolist() == pytest.approx([0.1 * 2 + 0.2 * 3, 5])
     assert numbers[[SAMPLES_AT, STEPS_AT, US_AT, REQUESTS_AT]].tolist() == [5, 2, 20, STOP]
     assert numbers[FINDING_AT] != 0
+    assert sorted(numbers[FINDING_AT + 1 : READY_AT])[-2:] == [2003 - OFFSET_US, 2005 - OFFSET_US]
     assert numbers[SYNC_READY_AT] == 2005 - OFFSET_US
     assert numbers[READY_AT:].tolist() == [1995 - OFFSET_US, 0, 1999 - OFFSET_US]
     assert (left.last_step, left.first_finding, left.traces_with_findings) == (3, 0, [])
@@ -335,5 +336,5 @@ def test_all_ranks_know_what_each_has_posted() -> None:
 def test_the_parts_of_a_message_do_not_overlap() -> None:
     """Sums, requests, the first finding and ready times, one behind another."""
     places = [SAMPLES_AT, STEPS_AT, US_AT, *range(OWN_AT, OWN_AT + len(OWN_PARTS))]
-    places += [REQUESTS_AT, FINDING_AT, SYNC_READY_AT, READY_AT]
+    places += [REQUESTS_AT, *range(FINDING_AT, SYNC_READY_AT + 1), READY_AT]
     assert places == list(range(message_length([range(1)])))

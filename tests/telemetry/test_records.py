@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from ddprun.telemetry.clock import Clock
 from ddprun.telemetry.control_message import (
+    FINDING_AT,
     READY_AT,
-    SYNC_READY_AT,
+    MessageAccumulator,
     OwnMessages,
     all_ready_us,
     means_over_ranks,
@@ -74,7 +75,7 @@ def records_of(
     sums = np.ones((len(ready_times), 2, 2))
     for message, (step, (sync_ready, ready)) in enumerate(ready_times.items()):
         sums[message, :, 0] = step
-        messages[message, 1, SYNC_READY_AT] = sync_ready
+        messages[message, 1, FINDING_AT + 1 : READY_AT] = sync_ready
         for bucket in range(buckets):
             messages[message, bucket % 2, READY_AT + bucket] = ready.get(bucket, 0.0)
     rows = {step.number: row for row, step in enumerate(steps)}
@@ -162,3 +163,23 @@ def test_records_that_nobody_wants_are_not_made(every: int, steps: list[int]) ->
     found = records_of([step_of(number, buckets=1) for number in range(1, 7)], {}, 1, every=every)
     assert [one.record.step for one in found] == steps
     assert [one.traces[0].ready // 1000 for one in found] == steps
+
+
+@pytest.mark.parametrize(
+    ("buckets", "shared_with"),
+    [(1, [0]), (3, [0, 1, 2]), (8, [*range(8)]), (20, [1, 1, 4, 4, 4, 6, 6, 9, 9, 9])],
+)
+def test_each_bucket_beside_backward_has_its_ready_time(buckets: int, shared_with: list[int]) -> None:
+    """The last rank's; of more than eight, neighbours have that of the last of them."""
+    resolved = resolve_steps(steps_of([step_of(1, beside=buckets), step_of(2, beside=2)]), Clock(), every=1)
+    late = resolve_steps(steps_of([step_of(1, beside=buckets), step_of(2, beside=2)]), Clock(), every=1)
+    late.trace_times.ready[:buckets] += 10 + 3 * np.arange(buckets)
+    messages = [
+        MessageAccumulator().add_and_make_messages(one, turns=[], offset_us=offset)
+        for one, offset in ((resolved, OFFSET_US), (late, 0.0))
+    ]
+    of_all = np.stack([one.numbers for one in messages], 1)
+    found = all_ready_us(resolved, messages[0], of_all, offset_us=OFFSET_US).tolist()
+    ready = late.trace_times.ready + OFFSET_US
+    assert found[: len(shared_with)] == ready[shared_with].tolist()
+    assert found[buckets - 1] == ready[buckets - 1]

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddprun.telemetry.records import OWN_PARTS
 from ddprun.telemetry.steps import FloatArray, IntArray, ResolvedSteps, means_of
@@ -30,10 +29,13 @@ SUMS = ("samples", "steps", "us", *OWN_PARTS)
 
 SAMPLES_AT, STEPS_AT, US_AT, OWN_AT = range(4)
 REQUESTS_AT = len(SUMS)
-FINDING_AT, SYNC_READY_AT, READY_AT = range(REQUESTS_AT + 1, REQUESTS_AT + 4)
+_SYNC_COLUMNS = 8
+FINDING_AT = REQUESTS_AT + 1
+SYNC_READY_AT = FINDING_AT + _SYNC_COLUMNS
+READY_AT = SYNC_READY_AT + 1
 """Where in a message are: the first finding (`first_finding`); when the last bucket of the exchange outside
-backward was ready in which ranks wait for a late one; when each gradient bucket was ready, by its number,
-zeros if this rank exchanged none.
+backward was ready in which ranks wait for a late one, with columns for earlier ones before it
+(`_sync_columns`); when each gradient bucket was ready, by its number, zeros if this rank exchanged none.
 """
 
 _COMPUTE = ("forward_us", "backward_us", "optimizer_us")
@@ -192,10 +194,10 @@ def all_ready_us(
     sections, bucket, _, _ = resolved.trace_times
     about, outside = _message_of(own.rows, resolved)[sections // 2], sections % 2 > 0
     at = READY_AT + bucket
-    in_message = np.where(outside, _first_outside_backward(resolved), at < messages.shape[-1])
+    column = np.where(outside, _sync_columns(resolved), np.where(at < messages.shape[-1], at, -1))
     among_all = np.array([trace.among_all for trace in resolved.traces], dtype=bool)
-    known = (about >= 0) & in_message & among_all
-    ready = messages.max(1)[about, np.where(outside | ~known, SYNC_READY_AT, at)]
+    known = (about >= 0) & (column >= 0) & among_all
+    ready = messages.max(1)[about, column]
     all_ready: FloatArray = np.where(known & (ready > 0), ready + offset_us, 0.0)
     return all_ready
 
@@ -210,15 +212,19 @@ def _put_ready_times(
     column = READY_AT + bucket
     mine = (about >= 0) & ~outside & (column < numbers.shape[-1])
     numbers[about[mine], column[mine]] = at[mine]
-    mine = (about >= 0) & _first_outside_backward(resolved)
-    np.maximum.at(numbers[:, SYNC_READY_AT], about[mine], at[mine])
+    column = _sync_columns(resolved)
+    mine = (about >= 0) & (column >= 0)
+    np.maximum.at(numbers, (about[mine], column[mine]), at[mine])
 
 
-def _first_outside_backward(resolved: ResolvedSteps) -> NDArray[np.bool_]:
-    """Which traces are of the exchange outside backward in which ranks wait for one that is late: the first
-    after the step's computation, since all ranks have ended it when a later one begins. Where nothing follows
-    the computation, it is the step's first, or else one that an earlier step began. Its traces were ready
-    before it was waited for. Shape (traces,).
+def _sync_columns(resolved: ResolvedSteps) -> IntArray:
+    """Where in a message is when the traces were ready that are of the exchange outside backward in which
+    ranks wait for one that is late; -1: of the others. Shape (traces,).
+
+    It is the first exchange after the step's computation, since all ranks have ended it when a later one
+    begins. Where nothing follows the computation, it is the step's first, or else one that an earlier step
+    began. Its traces were ready before it was waited for. The last one has the last column; of more traces
+    than columns, neighbours share one.
     """
     sections, _, ready, _ = resolved.trace_times
     waits, candidates = resolved.waits, sections % 2 > 0
@@ -232,8 +238,12 @@ def _first_outside_backward(resolved: ResolvedSteps) -> NDArray[np.bool_]:
     np.minimum.at(first_ready, sections[candidates], ready[candidates])
     after = waits.start >= first_ready[waits.section]
     np.minimum.at(first_wait, waits.section[after], waits.start[after])
-    first: NDArray[np.bool_] = candidates & (ready <= first_wait[sections])
-    return first
+    first = candidates & (ready <= first_wait[sections])
+    count = np.bincount(sections[first], minlength=2 * len(resolved.steps))
+    later = count.cumsum()[sections] - first.cumsum()  # traces of the same exchange
+    back = later * _SYNC_COLUMNS // np.maximum(count[sections], 1)
+    columns: IntArray = np.where(first, SYNC_READY_AT - back, -1)
+    return columns
 
 
 def _message_of(rows: Sequence[int], resolved: ResolvedSteps) -> IntArray:
