@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ddprun_hooks import Payload
-from ddprun_hooks.comm.groups import RankGroup
+from ddprun_hooks.comm.groups import CollectiveRequest, RankGroup
 from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.queue import HostCommQueue
 from ddprun_hooks.registry import make_stack
@@ -93,3 +93,16 @@ def test_bytes_between_hosts_are_those_of_the_ranks_whose_neighbour_is_away() ->
         return traces[0].between_hosts_bytes
 
     assert run_ranks(4, body, hosts=["a", "a", "b", "b"]) == [0, 6000, 0, 6000]
+
+
+@pytest.mark.parametrize(("sizes", "between"), [(None, [0, 24, 0, 24]), ([2, 2, 3, 2], [16, 16, 24, 16])])
+def test_bytes_between_hosts_of_a_gather(sizes: list[int] | None, between: list[int]) -> None:
+    """Equal parts travel in a ring; unequal ones go to each rank directly."""
+    found = []
+    for rank in range(4):
+        tensor = torch.ones(2 if sizes is None else sizes[rank])
+        group = RankGroup("world", rank, ("a", "a", "b", "b"))
+        gather = CollectiveRequest(group, "all_gather", tensor, torch.empty(0), sizes=sizes)
+        assert group.wire_bytes(gather) == 3 * tensor.nbytes
+        found.append(group.between_hosts_bytes(gather))
+    assert found == between

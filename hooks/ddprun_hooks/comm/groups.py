@@ -52,6 +52,13 @@ class CollectiveRequest:
     sizes: Sequence[int] | None = None  # elements of each rank's part of a tensor; None: equal parts
     source: int = 0
 
+    @property
+    def sends_to_each(self) -> bool:
+        """Whether each rank sends every other rank its part directly, instead of in a ring or a chain."""
+        # Gloo gathers equal lengths only.
+        unequal = self.sizes is not None and len(set(self.sizes)) > 1
+        return self.op == "all_to_all" or (self.op == "all_gather" and unequal)
+
     def __await__(self) -> Generator[CollectiveRequest, Tensor, Tensor]:
         return (yield self)
 
@@ -106,10 +113,9 @@ class RankGroup:
         match collective.op:
             case "all_reduce":
                 return group.allreduce([tensor], dist.ReduceOp.SUM)
-            case "all_gather" if sizes is None or len(set(sizes)) == 1:
+            case "all_gather" if not collective.sends_to_each:
                 return group._allgather_base(output, tensor)  # a list would cost NCCL a second copy
             case "all_gather":
-                # Gloo gathers equal lengths only: each rank sends its own to every other instead.
                 assert sizes is not None
                 copies = tensor.repeat(self.size)
                 return group.alltoall_base(output, copies, list(sizes), [tensor.numel()] * self.size)
@@ -146,13 +152,15 @@ class RankGroup:
     def between_hosts_bytes(self, collective: CollectiveRequest) -> int:
         """The part of `wire_bytes` that leaves this rank's host."""
         here, n = self.hosts[self.rank], self.size
-        if collective.op == "all_to_all":
+        if collective.sends_to_each and not collective.via_shared_memory:
             return sum(self._part_bytes(collective, rank) for rank in range(n) if self.hosts[rank] != here)
         leaves = self.hosts[(self.rank + 1) % n] != here
         return self.wire_bytes(collective) if leaves else 0
 
     def _part_bytes(self, collective: CollectiveRequest, rank: int) -> int:
-        """Size of the part of an all-to-all that goes to `rank`, in bytes."""
+        """Size of what goes to `rank` of a collective that sends to each, in bytes."""
+        if collective.op == "all_gather":
+            return collective.tensor.nbytes
         if collective.sizes is None:
             return collective.tensor.nbytes // self.size
         return collective.sizes[rank] * collective.tensor.element_size()
