@@ -180,9 +180,9 @@ def test_a_message_is_about_all_steps_since_the_one_before() -> None:
 def test_each_bucket_has_its_ready_time() -> None:
     """However many there are."""
     step = step_of(1, 1)
-    step.traces, step.backward_end = [trace(bucket, 900 + bucket) for bucket in range(100)], step.marks[-1]
+    step.traces, step.backward_end = [trace(bucket, 1900 + bucket) for bucket in range(100)], step.marks[-1]
     _, (numbers,), _, _ = messages_of([step], [1], buckets=100)
-    assert numbers[READY_AT:].tolist() == [900 + bucket - OFFSET_US for bucket in range(100)]
+    assert numbers[READY_AT:].tolist() == [1900 + bucket - OFFSET_US for bucket in range(100)]
 
 
 def test_findings_that_are_empty_are_kept_too() -> None:

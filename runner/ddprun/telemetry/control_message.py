@@ -191,10 +191,8 @@ def all_ready_us(
     """
     if messages is None:
         return np.zeros(len(resolved.traces))
-    sections, bucket, _, _ = resolved.trace_times
-    about, outside = _message_of(own.rows, resolved)[sections // 2], sections % 2 > 0
-    at = READY_AT + bucket
-    column = np.where(outside, _sync_columns(resolved), np.where(at < messages.shape[-1], at, -1))
+    about = _message_of(own.rows, resolved)[resolved.trace_times.section // 2]
+    column = _ready_columns(resolved, messages.shape[-1])
     among_all = np.array([trace.among_all for trace in resolved.traces], dtype=bool)
     known = (about >= 0) & (column >= 0) & among_all
     ready = messages.max(1)[about, column]
@@ -206,15 +204,19 @@ def _put_ready_times(
     resolved: ResolvedSteps, rows: Sequence[int], numbers: FloatArray, offset_us: float
 ) -> None:
     """Put into this rank's messages when it had its buckets ready."""
-    sections, bucket, ready, _ = resolved.trace_times
-    about, outside = _message_of(rows, resolved)[sections // 2], sections % 2 > 0
-    at = ready - offset_us
-    column = READY_AT + bucket
-    mine = (about >= 0) & ~outside & (column < numbers.shape[-1])
-    numbers[about[mine], column[mine]] = at[mine]
-    column = _sync_columns(resolved)
+    about = _message_of(rows, resolved)[resolved.trace_times.section // 2]
+    column = _ready_columns(resolved, numbers.shape[-1])
     mine = (about >= 0) & (column >= 0)
+    at = resolved.trace_times.ready - offset_us
     np.maximum.at(numbers, (about[mine], column[mine]), at[mine])
+
+
+def _ready_columns(resolved: ResolvedSteps, length: int) -> IntArray:
+    """Where in a message of so many numbers is when each trace was ready; -1: nowhere. Shape (traces,)."""
+    at = READY_AT + resolved.trace_times.bucket
+    outside = resolved.trace_times.section % 2 > 0
+    columns: IntArray = np.where(outside, _sync_columns(resolved), np.where(at < length, at, -1))
+    return columns
 
 
 def _sync_columns(resolved: ResolvedSteps) -> IntArray:
