@@ -26,7 +26,7 @@ from ddprun.telemetry.control_message import (
     MessageAccumulator,
     OwnMessages,
     empty_messages,
-    find_overflow,
+    first_overflow,
     means_over_ranks,
     message_length,
 )
@@ -223,7 +223,7 @@ def test_what_hooks_have_found_is_read_at_once() -> None:
         own = MessageAccumulator().add_and_make_messages(resolved, turns=[], offset_us=0.0)
         findings = own.numbers[:, FINDING_AT].astype(int).tolist()
         overflown = [place for place, code in enumerate(findings) if code]
-        found = [find_overflow([0, findings[place]], own.findings.get(place, ())) for place in overflown]
+        found = [first_overflow([0, findings[place]], own.findings.get(place, ())) for place in overflown]
     assert reads.count == 0
     assert [own.steps[place] for place in overflown] == [7]
     named = [(at.kind, at.bucket, finding.hook, at.params) for at, finding in filter(None, found)]

@@ -261,7 +261,7 @@ def _nonfinite(traces: Iterable[BucketTrace[int]]) -> Iterator[tuple[BucketTrace
         yield from ((trace, finding) for finding in trace.findings if finding.code)
 
 
-def find_overflow(
+def first_overflow(
     codes: Sequence[int], traces: Sequence[BucketTrace[int]]
 ) -> tuple[BucketTrace[int], Finding] | None:
     """A bucket whose mean a hook's cast made infinite though every rank's own values were finite, and what

@@ -38,7 +38,7 @@ from ddprun.telemetry.control_message import (
     OwnMessages,
     all_ready_us,
     empty_messages,
-    find_overflow,
+    first_overflow,
     means_over_ranks,
 )
 from ddprun.telemetry.records import PARTS, ClockOffsets, MachineRecord, StepRecord, Straggler
@@ -117,7 +117,7 @@ def combine_messages(
     overflows = list[tuple[int, BucketTrace[int], Finding]]()
     findings = messages[:count, :, FINDING_AT].astype(int)
     for message in np.flatnonzero(findings.any(1)).tolist():
-        found = find_overflow(findings[message].tolist(), own.findings.get(message, ()))
+        found = first_overflow(findings[message].tolist(), own.findings.get(message, ()))
         if found is not None:
             overflows.append((own.steps[message], *found))
     requests = np.bitwise_or.reduce(messages[..., REQUESTS_AT].astype(int), axis=0)  # of each rank
