@@ -22,13 +22,17 @@ class Tensorboard(CurveTracker):
 
         super().__init__(options, run)
         self._writer = EventFileWriter(str(run.own_folder("tensorboard")))
+        self._begun = False
 
     def close(self, summary: Mapping[str, Any]) -> None:
         self._writer.close()
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
 
+        if not self._begun:  # whoever reads the files drops what an attempt before has written of later steps
+            self._begun, start = True, SessionLog(status=SessionLog.START)
+            self._writer.add_event(Event(step=step, wall_time=time.time(), session_log=start))
         found = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._writer.add_event(Event(step=step, wall_time=time.time(), summary=Summary(value=found)))
