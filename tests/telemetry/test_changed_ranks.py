@@ -4,6 +4,7 @@ say.
 
 import json
 import re
+import shutil
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,6 +86,16 @@ def test_each_step_was_taken_by_the_ranks_of_its_attempt(run_dir: Path) -> None:
     said = "2 to step 20, then 1 to step 32, then 3 on"
     assert f"{said} cpu over gloo" in (run_dir.parent / "told").read_text()
     assert str(dict(headline(digest_run(Run(run_dir))))["ranks"]).startswith(f"{said} 1 host")
+
+
+def test_a_refused_attempt_took_no_step(run_dir: Path, tmp_path: Path) -> None:
+    """It has started, on seven ranks, and neither resumed nor begun a stage."""
+    run = Run(shutil.copytree(run_dir, tmp_path / "again"))
+    sizes = Run(run_dir).world_sizes
+    started = next(event for event in run.events if event["event"] == "started")
+    with (run.folder / "events.jsonl").open("a") as file:
+        file.write(json.dumps({**started, "world_size": 7}) + "\n")
+    assert Run(run.folder).world_sizes == sizes
 
 
 def test_the_summary_is_per_step_over_the_ranks_that_took_it(run_dir: Path) -> None:

@@ -106,13 +106,14 @@ class Run:
     @cached_property
     def world_sizes(self) -> list[tuple[int, int]]:
         """How many ranks took the steps: the first step of so many, and the number."""
-        found = [(1, self.started.world_size or len(self.ranks))]
+        found = newest = [(1, self.started.world_size or len(self.ranks))]
         for event in self.events:
-            if event["event"] == "started":  # maybe from the beginning again
-                again = _convert_valid([event], Started)
-                found = [(1, one.world_size) for one in again] or found
+            if event["event"] == "started":  # maybe to resume, which may be refused
+                newest = [(1, one.world_size) for one in _convert_valid([event], Started)] or found
             elif event["event"] == "resumed":
-                found = next((one.world_sizes for one in _convert_valid([event], Resumed)), []) or found
+                found = newest = next(iter(_convert_valid([event], Resumed)), Resumed()).world_sizes or found
+            elif event["event"] == "stage_started":
+                found = newest
         return found
 
     @cached_property
