@@ -444,13 +444,16 @@ def contents(run_dir: Path) -> dict[str, bytes]:
     return {str(file.relative_to(run_dir)): file.read_bytes() for file in found}
 
 
-def test_a_refused_resume_changes_nothing(tmp_path: Path, finished: Path) -> None:
-    """Neither the summary nor the records, though steps would have been repeated."""
+@pytest.mark.parametrize("change", ["seed=9", "schedule={OneCycleLR: {max_lr: [0.02, 0.02]}}"])
+def test_a_refused_resume_changes_nothing(tmp_path: Path, finished: Path, change: str) -> None:
+    """Neither the pipeline, the summary nor the records, though steps would have been repeated: before the
+    checkpoint's state is read, and when the stage begins in whose middle it was taken.
+    """
     run_dir = Path(shutil.copytree(finished, tmp_path / "again")) / "run"
     shutil.rmtree(run_dir / "checkpoints" / checkpoints.checkpoint_name(steps_in(run_dir / "checkpoints")[0]))
     before = contents(run_dir)
     assert {"summary.json", "steps/rank-00001.jsonl", "buckets/rank-00000.jsonl"} <= before.keys()
-    done = ddprun("resume", "run", "--set=seed=9", cwd=run_dir.parent)
+    done = ddprun("resume", "run", f"--set={change}", cwd=run_dir.parent)
     assert done.code == 2, done.stderr
     assert contents(run_dir) == before
     run(run_dir.parent, 2, resuming=True)

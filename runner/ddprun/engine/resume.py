@@ -8,7 +8,7 @@ named and left alone, and the one before it is tried.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -37,20 +37,20 @@ from ddprun.telemetry.writer import truncate_records
 _ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
-def resume(session: Session) -> None:
+def resume(session: Session, prepare_folder: Callable[[], None]) -> None:
     """Bring a session to where its run's newest whole checkpoint was taken; called by all ranks.
 
-    Records of later steps are cut off. Without a checkpoint the run starts from the beginning. Raises
-    PipelineError for a change that cannot be resumed, RunFolderError if no checkpoint can be read.
+    Without a checkpoint the run starts from the beginning. Raises PipelineError for a change that cannot be
+    resumed, RunFolderError if no checkpoint can be read. Once nothing can refuse to resume, which in the
+    middle of a stage `begin_stage` finds out, records of later steps are cut off, and the folder is prepared.
     """
-    runtime, reporter, state = session.runtime, session.reporter, session.state
+    runtime, state = session.runtime, session.state
     found = _newest_checkpoint(session)
     if found is None:
-        _cut_records(session)
-        reporter.note("no intact checkpoint: the run starts from the beginning")
+        _accept(session, prepare_folder)
+        session.reporter.note("no intact checkpoint: the run starts from the beginning")
         return
-    checkpoint = found.checkpoint
-    with errors_of_checkpoint(session, checkpoint):
+    with errors_of_checkpoint(session, found.checkpoint):
         saved = _read_state(session, found)
         before, cursor = saved["pipeline"], saved["position"]
         _reopen_longer_stage(session, before, cursor)
@@ -59,17 +59,48 @@ def resume(session: Session) -> None:
         )
         changed_data = _check_data(session, saved)
         restore(session, saved)
-    _cut_records(session)
-    for name, text, mid_epoch in changed_data:
+    for name, _, mid_epoch in changed_data:
         if not mid_epoch and name in runtime.fingerprints.feeds:
             runtime.fingerprints.feeds[name].skip_rest_of_epoch()
+
+    def accept() -> None:
+        _accept(session, prepare_folder)
+        _report_resumed(session, found, changed_data, notes)
+
+    if not state.cursor.mid_stage:
+        accept()
+        return
+    new_rates = learning_rates_changed(old_pipeline, runtime.loaded.pipeline, cursor["next"])
+    more = {"new_rates": new_rates, "checkpoint": found.checkpoint, "accept": accept}
+    state.resume_state = {**saved, **more}
+
+
+def _accept(session: Session, prepare_folder: Callable[[], None]) -> None:
+    """Cut off the records of later steps than those that are done, and prepare the folder, once no rank has
+    refused to resume.
+    """
+    runtime = session.runtime
+    runtime.ranks.gather("resume/accepted", None)
+    if runtime.ranks.rank == 0:
+        try:
+            truncate_records(runtime.run_dir, session.state.step)
+        except OSError as error:
+            problem = f"cannot resume in the run folder {runtime.shown_dir}: {error.strerror}"
+            raise RunFolderError(problem) from None
+    prepare_folder()
+
+
+def _report_resumed(
+    session: Session, found: "_FoundCheckpoint", changed_data: Sequence[Any], notes: Sequence[str]
+) -> None:
+    """Report the checkpoint from which the run continues, and what has changed since."""
+    runtime, reporter, state = session.runtime, session.reporter, session.state
+    for name, text, mid_epoch in changed_data:
         reporter.events.warning("data_changed", name=name, how=text, mid_epoch=mid_epoch)
         reporter.note(f"{name} has changed: {text}")
-    if state.cursor.mid_stage:
-        new_rates = learning_rates_changed(old_pipeline, runtime.loaded.pipeline, cursor["next"])
-        state.resume_state = {**saved, "new_rates": new_rates, "checkpoint": checkpoint}
     for note in notes:
         reporter.note(note)
+    checkpoint = found.checkpoint
     shown = "memory" if found.location.in_memory else runtime.display_path(checkpoint.path)
     state.cursor.note_world_size(state.step + 1, runtime.ranks.size)
     reporter.events.info(
@@ -84,17 +115,6 @@ def resume(session: Session) -> None:
     done = state.cursor.next >= len(runtime.loaded.pipeline.stages)
     left = "; every stage is done, so nothing is left to do" if done else ""
     reporter.note(f"resuming after step {state.step} from {shown}{left}")
-
-
-def _cut_records(session: Session) -> None:
-    """Cut off the records of later steps than those that are done; after what may refuse to resume."""
-    runtime = session.runtime
-    if runtime.ranks.rank == 0:
-        try:
-            truncate_records(runtime.run_dir, session.state.step)
-        except OSError as error:
-            problem = f"cannot resume in the run folder {runtime.shown_dir}: {error.strerror}"
-            raise RunFolderError(problem) from None
 
 
 def _check_data(session: Session, saved: Mapping[str, Any]) -> list[Any]:

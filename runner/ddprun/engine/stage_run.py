@@ -198,6 +198,18 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
             hooks, ranks = host_stack, ranks.splits[plan.hosts][0]
         signature += replica.begin_stage(hooks, ranks)
     runtime.exchange.control.check_agreement("the buckets, the hooks and the sync policy", signature)
+    closure = takes_closure(loaded, runtime.optimizer)
+    runtime.recorder.on_messages = balance.add if balance.by_speed else None
+    choosing = [*stack.choosing_hooks(), *host_stack.choosing_hooks()]
+    actors = mutate, steps, balance, choosing, closure
+    run = StageRun(session, stage, settings, sequence, synchronizer, *actors)
+    synchronizer.set_delta_bases()
+    if saved is not None:
+        with errors_of_checkpoint(session, saved["checkpoint"]):
+            by_metric = settings.schedule_metric is not None
+            new_rates = saved["new_rates"] or not (same_length or by_metric)
+            restore_mid_stage(session, saved, new_rates=new_rates)
+        saved["accept"]()
     event = StageStarted(
         stage=stage.index,
         kind=stage.name,
@@ -208,18 +220,8 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
         buffers=settings.buffers.to_plain_data(),
     )
     log_event(session.reporter.events, event)
-    closure = takes_closure(loaded, runtime.optimizer)
-    runtime.recorder.on_messages = balance.add if balance.by_speed else None
-    choosing = [*stack.choosing_hooks(), *host_stack.choosing_hooks()]
-    actors = mutate, steps, balance, choosing, closure
-    run = StageRun(session, stage, settings, sequence, synchronizer, *actors)
     run.share_samples()
-    synchronizer.set_delta_bases()
     if saved is not None:
-        with errors_of_checkpoint(session, saved["checkpoint"]):
-            by_metric = settings.schedule_metric is not None
-            new_rates = saved["new_rates"] or not (same_length or by_metric)
-            restore_mid_stage(session, saved, new_rates=new_rates)
         if new_rates and by_metric:
             rates = dict.fromkeys(f"{group['lr']:g}" for group in runtime.optimizer.param_groups)
             begins = f"the schedule begins anew, at a learning rate of {', '.join(rates)}"

@@ -139,12 +139,15 @@ def _run(
     try_evaluations(session)
     _announce(session)
     if folder.begun:
-        resume(session)
-        if leaders[ranks.rank] == ranks.rank:
-            changed = bool(loaded.overrides) or resuming != "yes"
-            prepare_resumed_folder(session.runtime.run_dir, folder.run_id, loaded, changed=changed)
-        discard_stale_best(session)
-    failure_context.may_summarize = True
+
+        def prepare_folder() -> None:
+            if leaders[ranks.rank] == ranks.rank:
+                changed = bool(loaded.overrides) or resuming != "yes"
+                prepare_resumed_folder(session.runtime.run_dir, folder.run_id, loaded, changed=changed)
+            discard_stale_best(session)
+            failure_context.may_summarize = True
+
+        resume(session, prepare_folder)
     local_ranks = ranks.environment.local_world_size
     session.runtime.time_slices = ComparisonSliceClient.from_environment(local_ranks)
     signals.reinstall_handlers()
