@@ -48,6 +48,9 @@ class BucketDispatcher:
 
         self._gradients_are_views = model.gradient_as_bucket_view
         self._buckets: list[dist.GradBucket] = []  # of a backward pass that may leave parameters unused
+        self._attach(model)
+
+    def _attach(self, model: DistributedDataParallel) -> None:
         on_bucket = self._on_bucket_with_unused if model.find_unused_parameters else self._on_bucket
         model.register_comm_hook(None, on_bucket)
 
@@ -118,17 +121,21 @@ class BucketDispatcher:
         if not self.layout_frozen:
             self._record_layout(bucket)
             return self._on_bucket_before_layout_frozen(bucket)
+        layout = self._layout_of(index, buffer)
+        self._sent_buckets.add(layout.index)
+        future = self._send_bucket(buffer, layout, self.stack)
+        if self.on_last_bucket_sent is not None and bucket.is_last():
+            self.on_last_bucket_sent()
+        return future
+
+    def _layout_of(self, index: int, buffer: Tensor) -> BucketLayout:
         layout = self._layout.get(index)
         if layout is None or (buffer.numel(), dtype_name(buffer.dtype)) != (layout.numel, layout.dtype):
             raise ExchangeError(
                 f"bucket {self._first_index + index} is not as in the frozen layout: DDP has rebuilt its "
                 "buckets in mid-run"
             )
-        self._sent_buckets.add(layout.index)
-        future = self._send_bucket(buffer, layout, self.stack)
-        if self.on_last_bucket_sent is not None and bucket.is_last():
-            self.on_last_bucket_sent()
-        return future
+        return layout
 
     # With `find_unused_parameters`, DDP leaves a parameter's gradient as it is if no rank has used it. What
     # hooks have sent for it, out of their residuals, goes back to them.

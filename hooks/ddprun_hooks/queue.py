@@ -24,9 +24,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
@@ -39,6 +40,8 @@ from ddprun_hooks.payload import Payload, dtype_name
 from ddprun_hooks.stack import Stack, StackRun
 
 _STREAM_COUNT = 4  # of a queue on a GPU: as many buckets are under way beside each other
+
+_PLAIN = Stack([])
 
 _CompletionCallback = Callable[[Future[Any]], Tensor | BaseException]
 
@@ -81,6 +84,27 @@ class HostCommQueue:
             self._post_and_drain(bucket, None)
         trace.handed_over = now_us()
         return future
+
+    def start_all_reduce(self, payload: Payload, traces: list[Any]) -> "AllReduceInFlight":
+        """Start to sum a gradient bucket over all ranks, without hooks; nothing else may be in the queue.
+
+        What is written down about it comes after the start, in few calls: Python code that runs once in a
+        step costs several times what it costs in a loop.
+        """
+        if self.error is not None:
+            raise self.error
+        group, ready = self.world, now_us()
+        request = CollectiveRequest(group, "all_reduce", payload.tensor, payload.tensor)
+        work: Any = group.launch(request, 0)
+        done = work.get_future().then(await_callback_at_exit(lambda _: now_us()))
+        collective = new_collective_trace(request, 0, ready)
+        trace: BucketTrace[int] = new_trace(payload, _PLAIN, ready)
+        trace.collectives.append(collective)
+        traces.append(trace)
+        pending = group.sequence(request, 0).record_issued(request.op, payload)
+        pending.done_when(work.is_completed)
+        trace.handed_over = now_us()
+        return AllReduceInFlight(work, done, trace, collective, pending)
 
     def _send_at_once(self, bucket: "_BucketInFlight") -> Future[Tensor]:
         """Send a bucket of one collective, if no earlier bucket has collectives left to issue.
@@ -264,6 +288,22 @@ class _BucketInFlight:
         """End the hooks where they are."""
         with suppress(BaseException):  # a hook's `finally` may raise anything, or await
             self.run.close()
+
+
+class AllReduceInFlight(NamedTuple):
+    """An all-reduce that `HostCommQueue.start_all_reduce` has started."""
+
+    work: dist.Work
+    done_us: Future[int]
+    trace: BucketTrace[int]
+    collective: CollectiveTrace[int]
+    pending: CollectiveHandle
+
+    def complete_trace(self) -> None:
+        """Write down when it was over; waits until it is."""
+        with self.pending:
+            self.collective.done = self.trace.done = self.done_us.wait()
+        self.pending.mark_done()
 
 
 class StreamQueue:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddprun_hooks.buckets import BucketLayout
+from ddprun_hooks.comm.all_reduce_group import AllReduceGroup
 from ddprun_hooks.comm.control import ControlChannel, open_control_channel
 from ddprun_hooks.comm.gpu import DeferredScalar, StreamTimestamp
 from ddprun_hooks.comm.groups import RankPlacement, merge_requirements
@@ -28,7 +29,8 @@ from ddprun_hooks.comm.trace import BucketTrace, read_finding_codes
 from ddprun_hooks.dispatcher import BucketDispatcher
 from ddprun_hooks.errors import HookSetupError
 from ddprun_hooks.exchange import ALL_RANKS, Exchange
-from ddprun_hooks.queue import await_callback_at_exit
+from ddprun_hooks.payload import Payload
+from ddprun_hooks.queue import AllReduceInFlight, HostCommQueue, await_callback_at_exit
 from ddprun_hooks.registry import AnyHook, make_stack
 from ddprun_hooks.stack import Stack
 
@@ -77,13 +79,25 @@ class Handle(BucketDispatcher):
         """Merge the states of all ranks, in rank order, into one that other ranks or buckets can load."""
         return self.stack.merge(states)
 
+    def note_buckets(self) -> None:
+        """DDP is about to call the model, with gradients: its buckets are those of the next backward pass."""
+
+    def complete_traces(self) -> None:
+        """A backward pass has ended: complete its traces."""
+
+    def check_no_other_hook(self) -> None:
+        """Raise HookSetupError if a hook was registered after this, which DDP may then use instead."""
+
     def _on_bucket_before_layout_frozen(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         layout = self._layout[bucket.index()]
         self._control.check_agreement(f"bucket {layout.index}", repr(layout))
         if bucket.is_last():
-            self._passes_until_layout -= 1
-            self.layout_frozen = self._passes_until_layout == 0
+            self._note_last_bucket()
         return self._send_bucket(bucket.buffer(), layout, self._all_reduce_stack)
+
+    def _note_last_bucket(self) -> None:
+        self._passes_until_layout -= 1
+        self.layout_frozen = self._passes_until_layout <= 0
 
     def _send(self, buffer: Tensor, layout: BucketLayout, stack: Stack) -> torch.futures.Future[Tensor]:
         if layout.index == 0:
@@ -142,6 +156,55 @@ class Handle(BucketDispatcher):
         return noted[1].read()
 
 
+class PlainHandle(Handle):
+    """The handle of an observed script without hooks: in place of DDP's process group, it makes the
+    all-reduces that DDP asks for.
+
+    DDP divides a gradient while it copies it into a bucket. With any communication hook, torch's own in C++
+    included, the division is one more pass over all gradients.
+    """
+
+    _queue: HostCommQueue
+
+    def _attach(self, model: DistributedDataParallel) -> None:
+        self._model, self._ddp_group = model, model.process_group
+        self._next_bucket = 0
+        self._in_flight: list[AllReduceInFlight] = []  # of the backward pass
+        self._group = AllReduceGroup(self._ddp_group, self._all_reduce)
+        model.reducer._update_process_group(self._group)
+
+    def note_buckets(self) -> None:
+        if not self.layout_frozen:
+            for bucket in self._model.reducer._get_zeros_like_grad_buckets():  # the only way to ask DDP
+                self._record_layout(bucket)
+
+    def complete_traces(self) -> None:
+        for one in self._in_flight:
+            one.complete_trace()
+
+    def check_no_other_hook(self) -> None:
+        if not self.layout_frozen:
+            check_no_hook(self._model)
+
+    def _all_reduce(self, buffer: Tensor) -> dist.Work:
+        if not buffer.is_floating_point():  # which parameters ranks have used
+            return self._ddp_group.allreduce([buffer], dist.ReduceOp.SUM)
+        index, count = self._next_bucket, len(self._layout)
+        layout = self._layout_of(index, buffer)
+        if index == 0:
+            self._in_flight.clear()
+            self._on_first_bucket(buffer.device)
+        payload = Payload(buffer, layout.params, "gradient", layout.index)
+        started = self._queue.start_all_reduce(payload, self.traces)
+        self._in_flight.append(started)
+        self._next_bucket = (index + 1) % count
+        if self._next_bucket == 0:
+            self._note_last_bucket()
+            if self.on_last_bucket_sent is not None:
+                self.on_last_bucket_sent()
+        return started.work
+
+
 def register(
     model: DistributedDataParallel,
     hooks: AnyHook | Sequence[AnyHook],
@@ -176,7 +239,12 @@ def check_model(model: DistributedDataParallel) -> None:
         )
     if model.process_group is not dist.group.WORLD:
         raise HookSetupError("the model has a process group of its own: hooks work on the default group")
-    if model._comm_hooks:
+    check_no_hook(model)
+
+
+def check_no_hook(model: DistributedDataParallel) -> None:
+    """Raise HookSetupError for a model with a communication hook, in Python or in C++."""
+    if model._get_ddp_logging_data().get("comm_hook"):  # type: ignore[no-untyped-call]
         raise HookSetupError("the model has a communication hook already: DDP accepts only one")
 
 
@@ -189,9 +257,11 @@ def attach(
     timeout: timedelta,
     observer: CollectiveObserver = NULL_OBSERVER,
     sends_buffers: bool = False,
+    notes_buckets: bool = False,
 ) -> Handle:
     """As `register`, with a stack and a control channel that exist, and an `observer` of the collectives. If
-    it `sends_buffers`, the exchange's plain queue can be used.
+    it `sends_buffers`, the exchange's plain queue can be used. If it
+    `notes_buckets`, a model without hooks gets a `PlainHandle`, where that can be.
     """
     control.check_agreement("the hooks", stack.description)
     device = device_of(model)
@@ -209,7 +279,9 @@ def attach(
         observer=observer,
     )
     _groups_kept[:] = [dist.group.WORLD, exchange]
-    return Handle(model, exchange, stack, scaler if scaler is not None and scaler.is_enabled() else None)
+    plain = notes_buckets and not stack.names and device.type == "cpu"
+    make = PlainHandle if plain else Handle
+    return make(model, exchange, stack, scaler if scaler is not None and scaler.is_enabled() else None)
 
 
 def device_of(model: nn.Module) -> torch.device:

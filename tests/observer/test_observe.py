@@ -1,6 +1,7 @@
 """`ddprun.observe` in a usual script: same weights, and the records of a run."""
 
 import json
+import pickle
 import shutil
 from itertools import pairwise
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 
 import ddprun
 from ddprun.config import PipelineError
@@ -198,3 +201,107 @@ def test_a_rank_with_slow_data_is_named(tmp_path: Path) -> None:
     assert (straggler["straggler"], straggler["cause"]) == (1, "data")
     found = json.loads((tmp_path / "run" / "summary.json").read_text())["stragglers"]
     assert [(one["rank"], one["cause"]) for one in found] == [(1, "data")]
+
+
+class Many(nn.Module):
+    """Several buckets; one layer rests every other time, if it may."""
+
+    def __init__(self, rests: bool, is_complex: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Linear(300, 300) for _ in range(5))
+        self.phases = nn.Parameter(torch.randn(7, dtype=torch.complex64 if is_complex else torch.float32))
+        self.rests, self.calls = rests, 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += 1
+        for layer in self.layers[self.rests and self.calls % 2 :]:
+            inputs = layer(inputs).relu()
+        return inputs.square().mean() + self.phases.abs().square().sum()
+
+
+DDPS: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "views": {"gradient_as_bucket_view": True},
+    "kept": {"gradient_as_bucket_view": True},
+    "complex": {},
+    "unused": {"find_unused_parameters": True},
+    "static": {"static_graph": True},
+}
+
+
+def train_with(name: str, run_dir: Path | None) -> list[Tensor]:
+    """Four steps. `kept`: a backward pass adds to gradients that an exchange has left."""
+    model = DistributedDataParallel(Many(name == "unused", name == "complex"), bucket_cap_mb=1, **DDPS[name])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = ddprun.observe(model, optimizer, run_dir=run_dir) if run_dir is not None else None
+    torch.manual_seed(dist.get_rank())
+    for _ in range(4):
+        model(torch.randn(4, 300)).backward()
+        if name == "kept":
+            model(torch.randn(4, 300)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if run is not None:
+        copied = pickle.loads(pickle.dumps(model))  # not with a communication hook
+        assert all(torch.equal(a, b) for a, b in zip(copied.parameters(), model.parameters(), strict=True))
+        run.close()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def train_with_each(folder: Path) -> list[str]:
+    dist.init_process_group("gloo")
+    different = []
+    for name in DDPS:
+        alone, observed = train_with(name, None), train_with(name, folder / name)
+        if not all(torch.equal(a, b) for a, b in zip(alone, observed, strict=True)):
+            different.append(name)
+    return different
+
+
+def test_each_kind_of_ddp_keeps_its_bits_on_three_ranks(tmp_path: Path) -> None:
+    """And all its buckets are recorded, with their parameters and with what a ring sends for them."""
+    assert as_processes(3, train_with_each, tmp_path) == [[], [], []]
+    for name in DDPS:
+        numels = {key: param.numel() for key, param in Many(False, False).named_parameters()}
+        if name == "complex":
+            numels["phases"] *= 2
+        by_step = dict[int, list[dict[str, Any]]]()
+        for bucket in records(tmp_path / name, "buckets", 1):
+            by_step.setdefault(bucket["step"], []).append(bucket)
+            sent = 4 * sum(numels[param] for param in bucket["params"])
+            assert bucket["wire_bytes"] == pytest.approx(sent * 4 / 3, abs=1)
+            assert bucket["done_us"] >= bucket["ready_us"]
+        passes = 2 if name == "kept" else 1
+        for step in range(1, 5):
+            params = [param for bucket in by_step[step] for param in bucket["params"]]
+            assert sorted(params) == sorted(passes * list(numels))
+
+
+def observe_with_hooks() -> list[str]:
+    """What a script with a communication hook of its own is told: one in Python, or in C++, or one that it
+    registers after `observe`.
+    """
+    said = []
+    for kind in ("python", "c++", "later"):
+        model, optimizer = start()
+        run = None if kind != "later" else ddprun.observe(model, optimizer)
+        try:
+            if kind == "c++":
+                model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)  # type: ignore[no-untyped-call]
+            else:
+                model.register_comm_hook(None, allreduce_hook)
+            if run is None:
+                ddprun.observe(model, optimizer)
+            model(torch.ones(2, 12)).sum().backward()
+        except (HookSetupError, RuntimeError) as error:
+            said.append(str(error))
+    assert run is not None
+    run.close()
+    return said
+
+
+def test_another_communication_hook_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = as_processes(1, observe_with_hooks)[0]
+    assert ["the model has a communication hook already" in one for one in said] == [True] * 3

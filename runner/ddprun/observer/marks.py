@@ -231,6 +231,8 @@ class StepMarker:
         """
         if not torch.is_grad_enabled():
             self._evaluation_begins()
+        elif self._in_forward:
+            self._handle.note_buckets()
 
     def _evaluation_begins(self) -> None:
         if not self._running or self._ended_at is not None:
@@ -253,11 +255,13 @@ class StepMarker:
         self._in_backward = False
         self._passes += 1
         if self._handle.traces:
+            self._handle.complete_traces()
             self._recorder.traces.extend(self._handle.traces)
             self._handle.traces = []
             self._exchanged = True
             self._recorder.end_backward()
         else:  # under `no_sync`
+            self._handle.check_no_other_hook()
             self._recorder.lap("backward_us")
         self._watchdog.set_phase(b"the script's code")
         if self._passes == _MAX_PASSES:

@@ -39,6 +39,7 @@ from ddprun.engine.reporter import Reporter, check_trackers, open_trackers
 from ddprun.engine.run_folder import RunFolderError, make_folder, new_folder, ranks_without
 from ddprun.host import rank_files
 from ddprun.observer.marks import StepMarker, TimedLoader, sends_buffers
+from ddprun.parallel.ddp import sparse_parameters
 from ddprun.parallel.ranks import Environment, Ranks
 from ddprun.standard_streams import say
 from ddprun.telemetry.clock import clock_for
@@ -182,6 +183,7 @@ class ObservedRun:
                 timeout=ranks.timeout,
                 observer=watchdog,
                 sends_buffers=sends_buffers(model),
+                notes_buckets=not sparse_parameters(model),
             )
             self._backend = backend_of(self._device)
             remote = ranks_without(self.folder, ranks)
