@@ -429,11 +429,24 @@ def test_a_schedule_that_cannot_be_followed_to_here_damages_no_checkpoint(tmp_pa
     assert [stage.get("steps") for stage in summary(tmp_path / "run")["stages"]][:2] == [4, 11]
 
 
+SHORT = """
+import torch
+
+
+class Short(torch.optim.lr_scheduler.LRScheduler):
+    def get_lr(self):
+        if self.last_epoch > 1:
+            raise ValueError("it is over")
+        return self.base_lrs
+"""
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that has come to its end."""
     folder = tmp_path_factory.mktemp("finished")
     prepare(folder, "every_step", "[]")
+    (folder / "short.py").write_text(SHORT)
     run(folder, 2)
     return folder
 
@@ -444,17 +457,25 @@ def contents(run_dir: Path) -> dict[str, bytes]:
     return {str(file.relative_to(run_dir)): file.read_bytes() for file in found}
 
 
-@pytest.mark.parametrize("change", ["seed=9", "schedule={OneCycleLR: {max_lr: [0.02, 0.02]}}"])
-def test_a_refused_resume_changes_nothing(tmp_path: Path, finished: Path, change: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ("seed=9", 2),
+        ("schedule={OneCycleLR: {max_lr: 0.02, total_steps: 2}}", 2),
+        ("schedule=short.Short", 1),
+    ],
+)
+def test_a_refused_resume_changes_nothing(tmp_path: Path, finished: Path, change: str, code: int) -> None:
     """Neither the pipeline, the summary nor the records, though steps would have been repeated: before the
-    checkpoint's state is read, and when the stage begins in whose middle it was taken.
+    checkpoint's state is read, when the stage begins in whose middle it was taken, and when its schedule is
+    followed to there.
     """
     run_dir = Path(shutil.copytree(finished, tmp_path / "again")) / "run"
     shutil.rmtree(run_dir / "checkpoints" / checkpoints.checkpoint_name(steps_in(run_dir / "checkpoints")[0]))
     before = contents(run_dir)
     assert {"summary.json", "steps/rank-00001.jsonl", "buckets/rank-00000.jsonl"} <= before.keys()
     done = ddprun("resume", "run", f"--set={change}", cwd=run_dir.parent)
-    assert done.code == 2, done.stderr
+    assert done.code == code, done.stderr
     assert contents(run_dir) == before
     run(run_dir.parent, 2, resuming=True)
     assert contents(run_dir).keys() == before.keys()

@@ -209,7 +209,15 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
             by_metric = settings.schedule_metric is not None
             new_rates = saved["new_rates"] or not (same_length or by_metric)
             restore_mid_stage(session, saved, new_rates=new_rates)
+        if new_rates and state.schedule is not None and not by_metric:
+            # Follow the new schedule from its start to here.
+            replay_schedule(state.schedule, cursor.updates - (0 if of_run else cursor.first_update))
         saved["accept"]()
+        if new_rates and by_metric:
+            rates = dict.fromkeys(f"{group['lr']:g}" for group in runtime.optimizer.param_groups)
+            begins = f"the schedule begins anew, at a learning rate of {', '.join(rates)}"
+            session.reporter.note(f"{stage.name}: {begins}")
+        seeding.restore_generators(saved["generators"], runtime.device)
     event = StageStarted(
         stage=stage.index,
         kind=stage.name,
@@ -222,14 +230,6 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     log_event(session.reporter.events, event)
     run.share_samples()
     if saved is not None:
-        if new_rates and by_metric:
-            rates = dict.fromkeys(f"{group['lr']:g}" for group in runtime.optimizer.param_groups)
-            begins = f"the schedule begins anew, at a learning rate of {', '.join(rates)}"
-            session.reporter.note(f"{stage.name}: {begins}")
-        elif new_rates and state.schedule is not None:  # follow the new schedule from its start to here
-            first_update = 0 if of_run else cursor.first_update
-            replay_schedule(state.schedule, cursor.updates - first_update)
-        seeding.restore_generators(saved["generators"], runtime.device)
         return run
     for action in sequence.begin():
         execute_action(run, action, state.step)
