@@ -80,7 +80,8 @@ def summarize(session: Session, status: Status) -> Summary:
     mine = [*session.runtime.recorder.totals.values()]
     rows = session.runtime.exchange.control.all_gather(mine, "totals for the summary").tolist()
     totals = [dict(zip(TOTALS, row, strict=True)) for row in rows]
-    return _summary(session, status, **summary_fields(totals, session.state.step))
+    dropped = session.reporter.trackers.dropped
+    return _summary(session, status, trackers_dropped=dropped, **summary_fields(totals, session.state.step))
 
 
 def summarize_failure(session: Session) -> Summary:
@@ -106,7 +107,6 @@ def _summary(session: Session, status: Status, **totals: Any) -> Summary:
         best=None if kept is None else {**kept.model_dump(), "file": BEST_FILE},
         nonfinite=None if nonfinite is None else asdict(nonfinite),
         seconds=state.cursor.run_seconds + time.monotonic() - state.cursor.ticked_at,
-        trackers_dropped=session.reporter.trackers.dropped,
         stragglers=runtime.recorder.stragglers.episodes,
         world_size=runtime.ranks.size,
         world_sizes=[(first, size) for first, size in state.cursor.world_sizes],
