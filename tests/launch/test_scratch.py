@@ -75,6 +75,18 @@ def test_a_fork_keeps_no_folder_of_a_dead_launcher(temporary: Path) -> None:
             os.killpg(launcher.pid, signal.SIGKILL)
 
 
+def test_hosts_that_share_a_disk_keep_their_folders_apart(temporary: Path) -> None:
+    """A lock that another host holds on a folder is not seen here."""
+    script = f"import os\nos.uname = lambda: os.uname_result('abcde')\n{OPEN}"
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as elsewhere:
+        assert elsewhere.stdout is not None
+        folder = Path(elsewhere.stdout.readline().strip())
+        elsewhere.kill()
+    remove_dead_launcher_folders()
+    assert list(temporary.iterdir()) == [folder]
+
+
 def test_a_new_folder_is_not_taken_for_a_dead_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
     """By another launcher that starts before it is locked."""
     lock = fcntl.flock

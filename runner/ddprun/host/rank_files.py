@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
@@ -19,7 +20,8 @@ from ddprun.run_files import replace_atomically
 SCRATCH_VARIABLE = "DDPRUN_SCRATCH"  # names a folder of this launcher's own, gone when it ends
 MEMORY_VARIABLE = "DDPRUN_MEMORY"  # the same, in shared memory
 SHORT_PARENT = Path("/tmp")  # where a folder's path is short enough for sockets, whatever TMPDIR says
-_PREFIX = "ddprun-launch-"
+# With what tells hosts apart, which may share TMPDIR: each sees only its own processes' locks on folders.
+_PREFIX = f"ddprun-launch-{zlib.crc32(os.uname().nodename.encode()):08x}-"
 _RUN_DIR, _OUTCOME, _CHECKPOINT, _PIDS = "run_dir", "outcome", "checkpoint", "pids"
 _ERROR = "error"
 _OUTCOME_WIDTH = 4
