@@ -41,7 +41,7 @@ def flags_from_file(loaded: LoadedPipeline, flags: Flags) -> dict[str, str | boo
 def torchrun_args(flags: Flags, command: Sequence[str]) -> object:
     """Torchrun's own reading of its flags, with what its `main` adds for a single host.
 
-    Raises ValueError for flags, or a variable, that cannot be used.
+    Raises ValueError or LauncherError for flags, or a variable, that cannot be used.
     """
     if not (shutdown_s := os.environ.get(SHUTDOWN_VARIABLE, "0")).isdecimal():
         raise ValueError(f"{SHUTDOWN_VARIABLE} is {shutdown_s!r}; it must be a whole number of seconds")
