@@ -321,8 +321,9 @@ def try_schedules(
     refusals are told before step 1. Gives the schedules by their places. `settings` are those of
     `settings_of_stages`; `begun`: the run was begun before, and stages that are over had other lengths.
     """
-    attributes, groups = dict(vars(optimizer)), [dict(group) for group in optimizer.param_groups]
-    found = dict[str, LRScheduler]()
+    held = [vars(optimizer), *(one for one in vars(optimizer).values() if isinstance(one, dict))]
+    held += optimizer.param_groups  # beside these, dicts hold its state, and hooks on its steps
+    before, found = [dict(one) for one in held], dict[str, LRScheduler]()
     for stage, effective in loaded.pipeline.stages_and_settings():
         of_run, path = effective.has_schedule_of_run, stage.key_path("schedule")
         steps = feeds.steps_of_run(loaded.pipeline) if of_run else feeds.steps_of(stage.index, effective)
@@ -332,11 +333,9 @@ def try_schedules(
         made = build_schedule(loaded, path, effective.schedule, optimizer, steps, trial=True, begun=begun)
         if made is not None:
             found[path] = made
-    vars(optimizer).clear()
-    vars(optimizer).update(attributes)
-    for group, before in zip(optimizer.param_groups, groups, strict=True):
-        group.clear()
-        group.update(before)
+    for one, content in zip(held, before, strict=True):
+        one.clear()
+        one.update(content)
     return found
 
 
