@@ -12,6 +12,11 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ddprun import EXIT_BAD_INPUT
+from ddprun.config import load
+from ddprun.engine import build
+from ddprun.engine.feeds import open_training_feeds
+from ddprun.engine.optimizers import build_optimizer, settings_of_stages, try_schedules
+from ddprun.engine.turns import build_turns
 from tests.checkpoint.runs import MODULE, final
 from tests.engine.running import events, lines, run_pipeline, run_to_end, summary
 from tests.ranks import ddprun
@@ -250,6 +255,54 @@ def test_a_schedule_that_torch_cannot_compute_is_named(tmp_path: Path, options: 
     assert codes == [EXIT_BAD_INPUT]
     assert f"schedule.OneCycleLR: {problem}" in told
     assert "Traceback" not in told
+
+
+OWN_SCHEDULES = """
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+
+class Follows(LRScheduler):
+    \"\"\"By what steps leave in the optimizer, and with a hook on them.\"\"\"
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer)
+        optimizer.register_step_post_hook(lambda *_: None)
+
+    def get_lr(self):
+        norms = [float(one["exp_avg"].norm()) for one in self.optimizer.state.values()]
+        return [0.1 / sum(norms) if self.last_epoch else 0.1]
+
+
+class ByRatio(ReduceLROnPlateau):
+    def step(self, metrics):
+        super().step(1 / metrics)
+"""
+ALL_KINDS = """
+model: {mlp: {inputs: 64, outputs: 10}}
+data: digits
+optimizer: {adamw: {lr: 0.1}}
+stages:
+  - train: {steps: 3, schedule: {OneCycleLR: {max_lr: 0.2}}}
+  - train: {steps: 3, schedule: own_schedules.Follows}
+  - train: {steps: 3, evaluate: {every: 1}, schedule: {own_schedules.ByRatio: {}, metric: loss}}
+"""
+
+
+def test_schedules_that_are_tried_leave_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before step 1, in the optimizer. Your own take no step: they may need what training leaves."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_schedules.py").write_text(OWN_SCHEDULES)
+    (tmp_path / "p.yaml").write_text(ALL_KINDS)
+    loaded = load(tmp_path / "p.yaml")
+    model, (data, _) = build.build_model(loaded), build.build_data(loaded)
+    turns, feeds = build_turns(loaded, model), open_training_feeds(loaded, data, rank=0, world_size=1)
+    optimizer = build_optimizer(loaded, model, turns)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
+    settings = settings_of_stages(loaded, model, turns, optimizer)
+    before = repr((vars(optimizer), settings))
+    found = try_schedules(loaded, feeds, optimizer, settings)
+    assert [schedule.last_epoch for schedule in found.values()] == [1, 0, 0]
+    assert repr((vars(optimizer), settings)) == before
 
 
 BY_METRIC = """

@@ -317,8 +317,8 @@ def try_schedules(
     *,
     begun: bool = False,
 ) -> dict[str, LRScheduler]:
-    """Build the schedule of each stage and take its first step, on an optimizer that ends as it was: torch's
-    refusals are told before step 1. Gives the schedules by their places. `settings` are those of
+    """Build the schedule of each stage, and take a first step with those of torch, on an optimizer that ends
+    as it was: what is refused is told before step 1. Gives the schedules by their places. `settings` are of
     `settings_of_stages`; `begun`: the run was begun before, and stages that are over had other lengths.
     """
     held = [vars(optimizer), *(one for one in vars(optimizer).values() if isinstance(one, dict))]
@@ -377,11 +377,11 @@ def build_schedule(
     except TypeError as error:
         hint = "a schedule with metric: beside it gets that, any other no argument"
         raise chosen.error(f"its step(): {error}", hint) from None
+    if chosen.source != "torch":
+        return schedule  # its step may need what a step of training leaves, or what was measured
     try:
         with warnings.catch_warnings(action="ignore"):  # torch tells that the optimizer has taken no step
             schedule.step(*given)
     except (ValueError, RuntimeError, ArithmeticError) as error:
-        if chosen.source != "torch":
-            raise
         raise chosen.error(f"its step(): {error}") from None
     return schedule
