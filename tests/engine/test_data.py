@@ -5,7 +5,7 @@ import random
 import re
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -41,12 +41,23 @@ from tests.ranks import as_processes
 @dataclass
 class Sample:
     values: Any
+    cached: Any = field(init=False)
 
 
 @pytest.mark.parametrize("kind", [Sample, lambda value: array("i", [value]), lambda value: [{"x": value}]])
 def test_digests_tell_samples_apart_by_their_values(kind: Callable[[int], Any]) -> None:
     """Also those of a dataclass, and those that give their bytes, as images do."""
     assert digest_of([kind(1)]) == digest_of([kind(1)]) != digest_of([kind(2)])
+
+
+def test_a_digest_of_objects_of_unknown_types_is_of_their_type() -> None:
+    """Whatever they raise when they are asked for something."""
+
+    class Lookup:
+        def __getattr__(self, name: str) -> Any:
+            raise KeyError(name)
+
+    assert digest_of([Lookup()]) == digest_of([Lookup()]) != digest_of([object()])
 
 
 class Ids(Dataset[tuple[int, int]]):

@@ -160,10 +160,10 @@ def _update_digest(found: Any, sample: Any) -> None:
             _update_digest(found, value)
     elif is_dataclass(sample) and not isinstance(sample, type):
         for field in fields(sample):
-            _update_digest(found, getattr(sample, field.name))
-    elif callable(tobytes := getattr(sample, "tobytes", None)):
-        with suppress(Exception):  # it may be of another kind
-            found.update(tobytes())
+            _update_digest(found, getattr(sample, field.name, None))  # one may never be set
     elif isinstance(sample, bool | int | float | complex | str | bytes) or sample is None:
         found.update(repr(sample).encode())
+    else:
+        with suppress(Exception):  # most objects have no bytes
+            found.update(sample.tobytes())
     found.update(b"\1")
