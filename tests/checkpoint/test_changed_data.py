@@ -5,6 +5,7 @@ import json
 import random
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from ddprun.engine.fingerprints import fingerprint
+from ddprun.engine.build import HeldOutData
+from ddprun.engine.fingerprints import DatasetFingerprints, fingerprint
 from tests.engine.running import events, lines
 from tests.ranks import Finished, ddprun
 
@@ -287,3 +289,17 @@ def test_of_data_that_draws_from_elsewhere_only_the_length_counts() -> None:
     """Even if it draws rarely: one sample that differs is enough."""
     own = random.Random(0)
     assert fingerprint(Given(40, lambda index: own.random() < 0.5)) == {"length": 40, "digests": []}
+
+
+def test_of_a_checkpoint_of_an_earlier_version_only_the_length_counts() -> None:
+    """Its digests of images and dataclasses are of their type alone."""
+    none: Any = SimpleNamespace(by_name=dict)
+    held_out = HeldOutData(Given(9, float), lambda problem, _: ValueError(problem), None)
+    found = DatasetFingerprints(none, held_out, {}, rank=0)
+    (name, saved), *_ = found.for_checkpoint().items()
+    assert not found.changes({name: saved})
+    other = {**saved, "digests": ["0"] * 8}
+    assert found.changes({name: other})
+    del other["by_value"]
+    assert not found.changes({name: other})
+    assert found.changes({name: {**other, "length": 8}})
