@@ -91,18 +91,24 @@ class HostCommQueue:
         What is written down about it comes after the start, in few calls: Python code that runs once in a
         step costs several times what it costs in a loop.
         """
-        if self.error is not None:
-            raise self.error
         group, ready = self.world, now_us()
         request = CollectiveRequest(group, "all_reduce", payload.tensor, payload.tensor)
-        work: Any = group.launch(request, 0)
-        done = work.get_future().then(await_callback_at_exit(lambda _: now_us()))
+        pending = group.sequence(request, 0).record_issued(request.op, payload)
+        with pending:
+            work: Any = group.launch(request, 0)
+        pending.done_when(work.is_completed)
+
+        def note_end(arrived: Future[Any]) -> int:
+            now = now_us()
+            with pending:
+                arrived.value()  # raises what it has failed with
+            return now
+
+        done = work.get_future().then(await_callback_at_exit(note_end))
         collective = new_collective_trace(request, 0, ready)
         trace: BucketTrace[int] = new_trace(payload, _PLAIN, ready)
         trace.collectives.append(collective)
         traces.append(trace)
-        pending = group.sequence(request, 0).record_issued(request.op, payload)
-        pending.done_when(work.is_completed)
         trace.handed_over = now_us()
         return AllReduceInFlight(work, done, trace, collective, pending)
 
@@ -301,8 +307,7 @@ class AllReduceInFlight(NamedTuple):
 
     def complete_trace(self) -> None:
         """Write down when it was over; waits until it is."""
-        with self.pending:
-            self.collective.done = self.trace.done = self.done_us.wait()
+        self.collective.done = self.trace.done = self.done_us.wait()
         self.pending.mark_done()
 
 

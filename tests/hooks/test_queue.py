@@ -8,11 +8,12 @@ import threading
 import time
 import warnings
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
+from torch.futures import Future
 
 from ddprun_hooks import Communicator, ExchangeError, Hook, ParamSlice, Payload
 from ddprun_hooks.comm.groups import RankGroup
@@ -279,6 +280,27 @@ def test_a_collective_that_cannot_be_started_has_failed(on_gpu: bool) -> None:
         return observer.failed
 
     assert run_ranks(2, body) == [1, 1]
+
+
+def test_an_all_reduce_without_hooks_that_breaks_has_failed() -> None:
+    """Though DDP alone waits for it: a rank that ends over a hang breaks the others' collectives."""
+
+    class Broken:
+        def allreduce(self, tensors: list[Tensor], op: object) -> "Broken":
+            return self
+
+        def get_future(self) -> Future[Any]:
+            future = Future[Any]()
+            future.set_exception(RuntimeError("connection closed by peer"))
+            return future
+
+        def is_completed(self) -> bool:
+            return True
+
+    observer, broken = Watched(), cast(Any, Broken())
+    group = RankGroup("world", 0, ("a", "a"), [broken], sequences={"network": [observer]})
+    HostCommQueue(group).start_all_reduce(Payload(torch.ones(4), (), "gradient", 0), [])
+    assert observer.failed == 1
 
 
 class Longer(Hook):
