@@ -122,19 +122,22 @@ class BucketDispatcher:
             self._record_layout(bucket)
             return self._on_bucket_before_layout_frozen(bucket)
         layout = self._layout_of(index, buffer)
+        if layout is None:
+            raise ExchangeError(
+                f"bucket {self._first_index + index} is not as in the frozen layout: DDP has rebuilt its "
+                "buckets in mid-run"
+            )
         self._sent_buckets.add(layout.index)
         future = self._send_bucket(buffer, layout, self.stack)
         if self.on_last_bucket_sent is not None and bucket.is_last():
             self.on_last_bucket_sent()
         return future
 
-    def _layout_of(self, index: int, buffer: Tensor) -> BucketLayout:
+    def _layout_of(self, index: int, buffer: Tensor) -> BucketLayout | None:
+        """What is known of a bucket; None: it is another one now."""
         layout = self._layout.get(index)
         if layout is None or (buffer.numel(), dtype_name(buffer.dtype)) != (layout.numel, layout.dtype):
-            raise ExchangeError(
-                f"bucket {self._first_index + index} is not as in the frozen layout: DDP has rebuilt its "
-                "buckets in mid-run"
-            )
+            return None
         return layout
 
     # With `find_unused_parameters`, DDP leaves a parameter's gradient as it is if no rank has used it. What

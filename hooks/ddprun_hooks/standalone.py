@@ -10,6 +10,7 @@ import itertools
 import os
 import socket
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -38,6 +39,8 @@ from ddprun_hooks.stack import Stack
 # held, and waits for a thread of Gloo's that may want the GIL to drop a tensor: a script that frees its group
 # right after a collective hangs now and then.
 _groups_kept: list[object] = []
+
+_observed = weakref.WeakSet[DistributedDataParallel]()  # models with a `PlainHandle`
 
 
 class Handle(BucketDispatcher):
@@ -84,6 +87,9 @@ class Handle(BucketDispatcher):
 
     def complete_traces(self) -> None:
         """A backward pass has ended: complete its traces."""
+
+    def detach(self) -> None:
+        """Nobody calls `note_buckets` and `complete_traces` any more."""
 
     def check_no_other_hook(self) -> None:
         """Raise HookSetupError if a hook was registered after this, which DDP may then use instead."""
@@ -172,8 +178,10 @@ class PlainHandle(Handle):
         self._in_flight: list[AllReduceInFlight] = []  # of the backward pass
         self._group = AllReduceGroup(self._ddp_group, self._all_reduce)
         model.reducer._update_process_group(self._group)
+        _observed.add(model)
 
     def note_buckets(self) -> None:
+        self._next_bucket = 0
         if not self.layout_frozen:
             for bucket in self._model.reducer._get_zeros_like_grad_buckets():  # the only way to ask DDP
                 self._record_layout(bucket)
@@ -181,6 +189,10 @@ class PlainHandle(Handle):
     def complete_traces(self) -> None:
         for one in self._in_flight:
             one.complete_trace()
+
+    def detach(self) -> None:
+        self._model.reducer._update_process_group(self._ddp_group)
+        _observed.discard(self._model)
 
     def check_no_other_hook(self) -> None:
         if not self.layout_frozen:
@@ -191,6 +203,10 @@ class PlainHandle(Handle):
             return self._ddp_group.allreduce([buffer], dist.ReduceOp.SUM)
         index, count = self._next_bucket, len(self._layout)
         layout = self._layout_of(index, buffer)
+        if (
+            layout is None
+        ):  # nobody has noted it: a script may call `model.forward`, or rebuild buckets, itself
+            return self._queue.world.process_groups[0].allreduce([buffer], dist.ReduceOp.SUM)
         if index == 0:
             self._in_flight.clear()
             self._on_first_bucket(buffer.device)
@@ -239,6 +255,8 @@ def check_model(model: DistributedDataParallel) -> None:
         )
     if model.process_group is not dist.group.WORLD:
         raise HookSetupError("the model has a process group of its own: hooks work on the default group")
+    if model in _observed:
+        raise HookSetupError("the model is observed already")
     check_no_hook(model)
 
 

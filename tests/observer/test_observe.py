@@ -3,6 +3,7 @@
 import json
 import pickle
 import shutil
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from ddprun.engine.run_folder import RunFolderError
 from ddprun.report.digest import digest_run
 from ddprun.telemetry.reader import Run
 from ddprun.telemetry.records import PARTS
-from ddprun_hooks import HookSetupError
+from ddprun_hooks import HookSetupError, register
 from tests.observer.script import (
     ACCUMULATE,
     BATCH,
@@ -213,7 +214,11 @@ class Many(nn.Module):
         self.phases = nn.Parameter(torch.randn(7, dtype=torch.complex64 if is_complex else torch.float32))
         self.rests, self.calls = rests, 0
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs: Any) -> Any:
+        if callable(inputs) and not isinstance(inputs, Tensor):
+            for _ in range(2):
+                inputs(self.forward)
+            return None
         self.calls += 1
         for layer in self.layers[self.rests and self.calls % 2 :]:
             inputs = layer(inputs).relu()
@@ -276,6 +281,77 @@ def test_each_kind_of_ddp_keeps_its_bits_on_three_ranks(tmp_path: Path) -> None:
         for step in range(1, 5):
             params = [param for bucket in by_step[step] for param in bucket["params"]]
             assert sorted(params) == sorted(passes * list(numels))
+
+
+def take_steps(name: str, model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    """A step, or as Lightning takes them: two in a forward pass; before the second, DDP may rebuild its
+    buckets.
+    """
+
+    def take_step(call: Callable[[Tensor], Tensor]) -> None:
+        loss = call(torch.randn(4, 300))
+        if name == "steps in forward":
+            model.reducer._rebuild_buckets()
+            model.reducer.prepare_for_backward([])
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    if name == "steps in forward":
+        model.require_backward_grad_sync = False
+        model(take_step)
+    else:
+        take_step(model.forward if name == "forward" else model)
+
+
+def train_oddly(folder: Path) -> list[str]:
+    """With buckets that nobody notes; `closed`: DDP rebuilds them in its second forward pass, after `close`.
+    Gives what left other weights than DDP alone.
+    """
+    dist.init_process_group("gloo")
+    different = []
+    for name in ("closed", "forward", "steps in forward"):
+        weights = list[list[Tensor]]()
+        for run_dir in (None, folder / name):
+            model = DistributedDataParallel(Many(False, False), bucket_cap_mb=1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            run = ddprun.observe(model, optimizer, run_dir=run_dir) if run_dir is not None else None
+            torch.manual_seed(dist.get_rank())
+            for step in range(4):
+                if run is not None and name == "closed" and step == 1:
+                    run.close()
+                take_steps(name, model, optimizer)
+            if run is not None:
+                run.close()
+            weights.append([param.detach().clone() for param in model.parameters()])
+        if not all(map(torch.equal, *weights)):
+            different.append(name)
+    return different
+
+
+def test_a_forward_pass_that_nobody_notes_is_ddps_alone(tmp_path: Path) -> None:
+    assert as_processes(2, train_oddly, tmp_path) == [[], []]
+
+
+def observe_twice(folder: Path) -> list[str]:
+    """What is said of a model that is observed already; once the first run is closed, it may be again."""
+    model, optimizer = start()
+    said = []
+    with ddprun.observe(model, optimizer, run_dir=folder / "first"):
+        for call in (lambda: ddprun.observe(model, optimizer), lambda: register(model, ["fp16"])):
+            with pytest.raises(HookSetupError) as caught:
+                call()
+            said.append(str(caught.value))
+    for name in ("second", "third"):
+        with ddprun.observe(model, optimizer, run_dir=folder / name):
+            model(torch.ones(2, 12)).sum().backward()
+            optimizer.step()
+    return said
+
+
+def test_a_model_is_observed_once_at_a_time(tmp_path: Path) -> None:
+    assert as_processes(1, observe_twice, tmp_path)[0] == ["the model is observed already"] * 2
+    assert [len(records(tmp_path / name, "buckets")) for name in ("second", "third")] == [1, 1]
 
 
 def observe_with_hooks() -> list[str]:

@@ -140,6 +140,7 @@ class StepMarker:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._handle.on_backward, self._in_forward = [], None, False
+        self._handle.detach()
         if self._running:
             self._recorder.cancel_step()
         self._running = False
