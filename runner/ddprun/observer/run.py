@@ -183,7 +183,8 @@ class ObservedRun:
                 timeout=ranks.timeout,
                 observer=watchdog,
                 sends_buffers=sends_buffers(model),
-                notes_buckets=not sparse_parameters(model),
+                # DDP leaves buckets out with this option, and a process group is not told which.
+                notes_buckets=not (sparse_parameters(model) or model.skip_all_reduce_unused_params),
             )
             self._backend = backend_of(self._device)
             remote = ranks_without(self.folder, ranks)
