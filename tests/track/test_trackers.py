@@ -184,16 +184,21 @@ def test_tensorboard_gets_every_curve(tmp_path: Path) -> None:
 
 
 def test_tensorboard_shows_a_repeated_step_once(tmp_path: Path) -> None:
-    """As after a resume: the steps of the broken attempt are dropped from the resumed one's first step on."""
+    """As after a resume: the steps of the broken attempt are dropped from the resumed one's first step on. An
+    evaluation that was due at the checkpoint drops none.
+    """
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for steps, loss in ((range(1, 11), 1.0), (range(7, 9), 2.0)):
         tracker = Tensorboard(Tensorboard.Options(), RunInfo("run", tmp_path, {}, tmp_path))
+        tracker.log_eval_metrics(steps[0] - 1, {"accuracy": loss / 4})
         for step in steps:
             tracker.log_step(StepInfo(replace(record_of(step), loss=loss), {}))
         tracker.close({})
-    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("loss/rank_0")
+    curves = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    found = curves.Scalars("loss/rank_0")
+    assert [(one.step, one.value) for one in curves.Scalars("evaluate/accuracy")] == [(0, 0.25), (6, 0.5)]
     assert [one.step for one in found] == [*range(1, 9)]
     assert [one.value for one in found] == [1.0] * 6 + [2.0] * 2
 

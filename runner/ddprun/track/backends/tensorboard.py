@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ddprun.options import PositiveInt
-from ddprun.track import CurveTracker, RunInfo
+from ddprun.track import CurveTracker, RunInfo, StepInfo
 
 
 class Tensorboard(CurveTracker):
@@ -27,12 +27,19 @@ class Tensorboard(CurveTracker):
     def close(self, summary: Mapping[str, Any]) -> None:
         self._writer.close()
 
-    def add(self, step: int, values: Mapping[str, float]) -> None:
+    def log_step(self, step: StepInfo) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        # Readers drop what an attempt before has written of this step and later ones. An evaluation that
+        # comes first, of the step before, is not to drop that step.
+        if not self._begun:
+            self._begun, start = True, SessionLog(status=SessionLog.START)
+            self._writer.add_event(Event(step=step.record.step, wall_time=time.time(), session_log=start))
+        super().log_step(step)
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        if not self._begun:  # whoever reads the files drops what an attempt before has written of later steps
-            self._begun, start = True, SessionLog(status=SessionLog.START)
-            self._writer.add_event(Event(step=step, wall_time=time.time(), session_log=start))
         found = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._writer.add_event(Event(step=step, wall_time=time.time(), summary=Summary(value=found)))
