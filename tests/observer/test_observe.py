@@ -337,6 +337,23 @@ def test_a_forward_pass_that_nobody_notes_is_ddps_alone(tmp_path: Path) -> None:
     assert as_processes(2, train_oddly, tmp_path) == [[], []]
 
 
+def train_a_copy(folder: Path) -> list[float]:
+    """The mean that a copy's BatchNorm has kept, as its last forward pass has seen it."""
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(12, 2), nn.BatchNorm1d(2)))
+    with ddprun.observe(model, run_dir=folder / "run"):
+        copied = pickle.loads(pickle.dumps(model))
+        for _ in range(2):
+            copied(torch.randn(4, 12) * (1 + dist.get_rank())).sum().backward()
+        copied.eval()(torch.ones(4, 12))
+    return copied.module[1].running_mean.tolist()  # type: ignore[no-any-return]
+
+
+def test_a_copy_of_the_model_sends_its_buffers(tmp_path: Path) -> None:
+    one, other = as_processes(2, train_a_copy, tmp_path)
+    assert one == other
+
+
 def observe_twice(folder: Path) -> list[str]:
     """What is said of a model that is observed already; once the first run is closed, it may be again."""
     model, optimizer = start()

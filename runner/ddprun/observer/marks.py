@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _BufferCommHookLocation
@@ -41,11 +42,15 @@ _T = TypeVar("_T")
 _MAX_PASSES = 256  # backward passes without an optimizer's step, until that is told
 
 
-class EagerHook:
-    """A hook that torch.compile does not look into, and that a copy of the model does without."""
+def _do_nothing(*_: Any) -> None:
+    pass
 
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
+
+class EagerHook:
+    """A hook that torch.compile does not look into; a copy of the model calls `in_copy` instead."""
+
+    def __init__(self, call: Callable[..., None], in_copy: Callable[..., None] = _do_nothing) -> None:
+        self._call, self._in_copy = call, in_copy
 
     def __call__(self, *arguments: Any) -> None:
         if torch.compiler.is_dynamo_compiling():  # only then: `disable` takes time in each call
@@ -58,11 +63,13 @@ class EagerHook:
         self._call(*arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return EagerHook, (_do_nothing,)
+        return EagerHook, (self._in_copy, self._in_copy)
 
 
-def _do_nothing(*_: Any) -> None:
-    pass
+def _broadcast(_: object, buffers: Mapping[str, Tensor]) -> None:
+    """What DDP itself does with the buffers of a model."""
+    world = dist.distributed_c10d._get_default_group()
+    dist._broadcast_coalesced(world, [*buffers.values()], BROADCAST_BUCKET_BYTES, 0)
 
 
 def sends_buffers(model: DistributedDataParallel) -> bool:
@@ -132,7 +139,7 @@ class StepMarker:
         self._handle.on_backward = self._backward_begins
         if sends_buffers(model):
             before = _BufferCommHookLocation.PRE_FORWARD
-            model._register_buffer_comm_hook(None, EagerHook(self._send_buffers), before)
+            model._register_buffer_comm_hook(None, EagerHook(self._send_buffers, _broadcast), before)
 
     def detach(self) -> None:
         """End the running step, and watch no longer."""
