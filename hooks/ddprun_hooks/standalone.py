@@ -189,6 +189,7 @@ class PlainHandle(Handle):
     def complete_traces(self) -> None:
         for one in self._in_flight:
             one.complete_trace()
+        self._in_flight.clear()  # before DDP replaces its buckets: they keep the memory
 
     def detach(self) -> None:
         self._model.reducer._update_process_group(self._ddp_group)
@@ -203,12 +204,10 @@ class PlainHandle(Handle):
             return self._ddp_group.allreduce([buffer], dist.ReduceOp.SUM)
         index, count = self._next_bucket, len(self._layout)
         layout = self._layout_of(index, buffer)
-        if (
-            layout is None
-        ):  # nobody has noted it: a script may call `model.forward`, or rebuild buckets, itself
+        # Nobody has noted it: a script may call `model.forward`, or rebuild buckets, itself.
+        if layout is None:
             return self._queue.world.process_groups[0].allreduce([buffer], dist.ReduceOp.SUM)
         if index == 0:
-            self._in_flight.clear()
             self._on_first_bucket(buffer.device)
         payload = Payload(buffer, layout.params, "gradient", layout.index)
         started = self._queue.start_all_reduce(payload, self.traces)
