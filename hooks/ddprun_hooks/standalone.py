@@ -196,8 +196,7 @@ class PlainHandle(Handle):
         _observed.discard(self._model)
 
     def check_no_other_hook(self) -> None:
-        if not self.layout_frozen:
-            check_no_hook(self._model)
+        check_no_hook(self._model)
 
     def _all_reduce(self, buffer: Tensor) -> dist.Work:
         if not buffer.is_floating_point():  # which parameters ranks have used
