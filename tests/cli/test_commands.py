@@ -150,7 +150,7 @@ def test_warnings_do_not_stop_a_run(good: Path, started: list[Any], capsys: Out)
         (["--nproc-per-node", "2"], "missing argument 'PIPELINE'"),
         (["x.yaml", "--start-method", "fork"], "no such option '--start-method'"),
         (["x.yaml", "--max-restarts", "-1"], "-1 is not in the range x>=0"),
-        (["x.yaml", "--monitor-interval", "inf"], "inf is not in the range 0<=x<=3600"),
+        (["x.yaml", "--monitor-interval", "inf"], "inf is not in the range 0<x<=3600"),
         (["explain", "x.yaml", "--cores", "inf"], "inf is not a finite number"),
         (["doctor", "--timeout", "nan"], "nan is not a finite number"),
         (["observe", "--timeout-s", "nan", "x.py"], "nan is not a finite number"),
