@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -43,6 +44,18 @@ _FIRST = (
     "track/test_trackers.py",
 )
 _THEN = ("engine", "sync", "hooks")
+
+
+@pytest.fixture(autouse=True)
+def keep_environment() -> Iterator[None]:
+    """What code under test sets in the environment, such as an interface for Gloo, ends with the test."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() | before.keys():
+        if name not in before:
+            del os.environ[name]
+        elif os.environ.get(name) != before[name]:
+            os.environ[name] = before[name]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
