@@ -31,9 +31,9 @@ test-slow: $(VENV)/.dev  ## soaks and large matrices, and the oldest torch
 	$(PYTEST) -m slow
 	$(MAKE) test-oldest
 
-test-oldest: $(OLDEST)/.dev  ## engine, hooks and telemetry with the oldest torch that pyproject.toml allows
-	$(OLDEST)/bin/python -m pytest $(BESIDE) -m "not slow and not alone" tests/engine tests/hooks tests/telemetry
-	$(OLDEST)/bin/python -m pytest -m "alone and not slow" tests/engine tests/hooks tests/telemetry
+test-oldest: $(OLDEST)/.dev  ## engine, hooks, observe and telemetry with the oldest torch that pyproject.toml allows
+	$(OLDEST)/bin/python -m pytest $(BESIDE) -m "not slow and not alone" tests/engine tests/hooks tests/observer tests/telemetry
+	$(OLDEST)/bin/python -m pytest -m "alone and not slow" tests/engine tests/hooks tests/observer tests/telemetry
 
 test-gpu:  ## what needs an NVIDIA GPU: with .venv or, without one, PYTHON and what it has; at most 10 minutes
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m tests.gpu
