@@ -88,8 +88,8 @@ class HostCommQueue:
     def start_all_reduce(self, payload: Payload, traces: list[Any]) -> "AllReduceInFlight":
         """Start to sum a gradient bucket over all ranks, without hooks; nothing else may be in the queue.
 
-        What is written down about it comes after the start, in few calls: Python code that runs once in a
-        step costs several times what it costs in a loop.
+        Its trace is made after the start, in few calls: Python code that runs once in a step costs several
+        times what it costs in a loop.
         """
         group, ready = self.world, now_us()
         request = CollectiveRequest(group, "all_reduce", payload.tensor, payload.tensor)

@@ -276,8 +276,8 @@ def attach(
     notes_buckets: bool = False,
 ) -> Handle:
     """As `register`, with a stack and a control channel that exist, and an `observer` of the collectives. If
-    it `sends_buffers`, the exchange's plain queue can be used. If it
-    `notes_buckets`, a model without hooks gets a `PlainHandle`, where that can be.
+    it `sends_buffers`, the exchange's plain queue can be used. `notes_buckets`: the caller calls
+    `note_buckets`, so that a model in host memory without hooks can have a `PlainHandle`.
     """
     control.check_agreement("the hooks", stack.description)
     device = device_of(model)
