@@ -81,7 +81,7 @@ class HostCommQueue:
             future = self._send_at_once(bucket)
         else:
             future = bucket.future = Future()
-            self._post_and_drain(bucket, None)
+            self._post_event(bucket, None)
         trace.handed_over = now_us()
         return future
 
@@ -149,7 +149,7 @@ class HostCommQueue:
 
         return done.then(await_callback_at_exit(finish))
 
-    def _post_and_drain(self, bucket: "_BucketInFlight", result: Tensor | BaseException | None) -> None:
+    def _post_event(self, bucket: "_BucketInFlight", result: Tensor | BaseException | None) -> None:
         """Handle an event of a bucket: it enters (None), or its collective's result or failure. If another
         thread is handling events, leave it to that one.
 
@@ -222,7 +222,7 @@ class HostCommQueue:
     def _on_collective_done(
         self, bucket: "_BucketInFlight", complete: "_CompletionCallback", future: Future[Any]
     ) -> None:
-        self._post_and_drain(bucket, complete(future))
+        self._post_event(bucket, complete(future))
 
     def _start_collective(
         self, bucket: "_BucketInFlight", collective: CollectiveRequest

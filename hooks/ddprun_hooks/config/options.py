@@ -149,7 +149,7 @@ class _CastOptions(HookOptions):
 
 
 class Fp16Options(_CastOptions, name="fp16", role="codec", implementation="cast:fp16"):
-    """Cast to IEEE half precision: half the bytes. A mean, or a part g/n, above 65,504 becomes infinity."""
+    """Cast to IEEE half precision: half the bytes. Means and shares above 65,504 become infinity."""
 
 
 class Bf16Options(_CastOptions, name="bf16", role="codec", implementation="cast:bf16"):

@@ -178,7 +178,7 @@ class WeightBySamples(NoOptions):
 
 
 class WeightByTargets(Options):
-    """Each target that counts is as much as any other, such as the tokens of padded text."""
+    """Each target that is not ignored counts as much as any other, such as the tokens of padded text."""
 
     of: BatchKey | None = None
     """The part of a batch with the targets; null is what the loss compares with."""
@@ -187,7 +187,7 @@ class WeightByTargets(Options):
     """Targets of this value do not count; null is that of the loss, or -100 where it has none."""
 
     shift: NonNegativeInt = 0
-    """So many first targets of each sequence do not count: 1 where the model itself shifts its labels."""
+    """The number of first targets of each sequence that do not count: 1 where the model shifts its labels."""
 
 
 MODELS: dict[str, type[BaseModel]] = {"mlp": Mlp, "cnn": Cnn, "transformer": Transformer}

@@ -160,7 +160,7 @@ def load(path: Path, overrides: Sequence[str] = (), folder: Path | None = None) 
     root, refused = overriding.apply(written, overrides)
     faults += refused
     secrets = Secrets.collect([*pipeline_strings(written.data()), *pipeline_strings(root.data())])
-    faults += _secret_faults(root)
+    faults += _secret_and_reference_faults(root)
     folder = path.resolve().parent if folder is None else folder
     pipeline, more = _validate_tree(root, path, secrets)
     faults = secrets.redact_faults(_sorted([*faults, *more]))
@@ -191,7 +191,7 @@ def load_trackers(text: str, name: str) -> tuple[Loaded, tuple[Choice, ...]]:
     root = Node(listed.place, {"track": Entry(listed.place, listed)})
     secrets, track = Secrets.collect(pipeline_strings(root.data())), tuple[Choice, ...]()
     if not faults:
-        faults = _secret_faults(root)
+        faults = _secret_and_reference_faults(root)
         try:
             track = _TrackerSettings.model_validate(root.data()).track
         except ValidationError as error:
@@ -202,7 +202,7 @@ def load_trackers(text: str, name: str) -> tuple[Loaded, tuple[Choice, ...]]:
     return Loaded(folder=Path.cwd(), root=root, secrets=secrets), track
 
 
-def _secret_faults(root: Node) -> list[PipelineFault]:
+def _secret_and_reference_faults(root: Node) -> list[PipelineFault]:
     """Secrets in plain text, and references to variables that cannot be filled in."""
     faults = []
     for item in pipeline_strings(root.data()):

@@ -66,7 +66,7 @@ class Pipeline(Options):
     loader: sections.Loader = Field({}, validate_default=True)
     """How samples reach a rank."""
 
-    batch: sections.Batch = Field({}, validate_default=True)
+    batch: sections.BatchFields = Field({}, validate_default=True)
     """Which parts of a batch the model and the loss get."""
 
     weight_by: Annotated[Choice, choice_validator("weight")] | None = None

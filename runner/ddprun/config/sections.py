@@ -156,7 +156,7 @@ class Loader(Options):
     """Drop the last, smaller batch of an epoch."""
 
     global_batch: PositiveInt | None = None
-    """Samples of an optimizer step, of all ranks, however many they are; `batch_size` is then the most of a
+    """Samples per optimizer step over all ranks, whatever their number; `batch_size` is then the maximum per
     rank and micro-step. null is `batch_size` x ranks x `accumulate`."""
 
     balance: Annotated[Literal["speed"] | _Weights | Replay | None, CustomValidator(_parse_balance)] = None
@@ -202,7 +202,7 @@ _BatchKeys = BatchKey | tuple[BatchKey, ...] | dict[str, BatchKey]
 BatchParts = Annotated[Any, CustomValidator(_parse_batch_keys, _BatchKeys)]
 
 
-class Batch(Options):
+class BatchFields(Options):
     """Which parts of a batch the model and the loss get."""
 
     inputs: BatchParts | None = None
@@ -230,7 +230,7 @@ class Compile(Options):
     """Compile once for all batch sizes; false compiles again for each size."""
 
     fullgraph: bool = False
-    """A graph break is an error; false runs what cannot be compiled uncompiled."""
+    """A graph break is an error; false leaves code that cannot be compiled uncompiled."""
 
 
 def _parse_compile(value: Any) -> Compile | None:

@@ -139,7 +139,7 @@ def _parse_interval(value: Any) -> Any:
 
 
 class StageEvaluation(Options):
-    """Evaluate on the held-out data while a stage trains, which does not change a bit of training."""
+    """Evaluate on the held-out data while a stage trains, which leaves training the same, bit for bit."""
 
     every: Annotated[PositiveInt | Literal["epoch"], CustomValidator(_parse_interval)]
     """Steps of the stage from one evaluation to the next, or `epoch`: at the end of each epoch of the data.
@@ -152,7 +152,7 @@ class StageEvaluation(Options):
     """What to measure besides the loss."""
 
     gradients: bool = False
-    """Record gradients, for a model or loss that asks for some, such as forces or a gradient penalty."""
+    """Keep autograd on, for a model or loss that computes gradients, such as forces or a penalty."""
 
 
 def better_values(metric: str) -> Literal["min", "max"]:
@@ -348,7 +348,7 @@ class EvaluateStage(Stage):
     """What to measure besides the loss."""
 
     gradients: bool = False
-    """Record gradients, for a model or loss that asks for some, such as forces or a gradient penalty."""
+    """Keep autograd on, for a model or loss that computes gradients, such as forces or a penalty."""
 
 
 class SaveStage(Stage):

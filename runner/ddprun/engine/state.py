@@ -48,7 +48,7 @@ def collect_state(session: Session) -> dict[str, Any]:
 
     What has a `state_dict` goes into `_stateful_parts`; any other new key here and into `restore`.
     `resume.py` says what becomes of it on another number of ranks; tests/engine/test_session.py looks for
-    what is left out.
+    what is left out, but not for what a `state_dict` itself omits.
     """
     runtime, state, model = session.runtime, session.state, session.runtime.model
     ema, replicas = runtime.ema, state.replicas

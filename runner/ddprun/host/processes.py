@@ -37,13 +37,13 @@ own_locks = set[int]()
 """Descriptors that hold a lock. Processes that are forked close them: a lock is to end with this process."""
 
 
-def _close_own_locks() -> None:
+def _close_inherited_locks() -> None:
     while own_locks:
         with suppress(OSError):  # the pipeline's code may have closed it
             os.close(own_locks.pop())
 
 
-os.register_at_fork(after_in_child=_close_own_locks)
+os.register_at_fork(after_in_child=_close_inherited_locks)
 
 
 def die_with_launcher() -> None:

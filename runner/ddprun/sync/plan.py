@@ -28,8 +28,8 @@ def is_due(every: int | None, step: int) -> bool:
 
 
 class Round(Options):
-    """Local updates of each rank between two exchanges, as many as its speed allows: together one step. The
-    number of a slower rank is smaller, as in DyLU (Liu et al. 2024, arXiv:2401.09135).
+    """Local updates of each rank between two exchanges, as many as its speed allows: together one step. A
+    slower rank makes fewer, as in DyLU (Liu et al. 2024, arXiv:2401.09135).
     """
 
     samples: PositiveInt | None = None
@@ -410,5 +410,5 @@ class SyncPolicy(Options):
     """The option that says after how many steps all ranks synchronise, for messages."""
 
     def plan(self, stage: StageFacts) -> SyncPlan:
-        """What ranks exchange in a stage, and when."""
+        """What ranks exchange in a stage, and when; `ddprun explain` shows it."""
         raise NotImplementedError

@@ -21,7 +21,7 @@ class _TrackerThread:
         self.name, self.dropped = name, 0
         self._make, self._on_failure = make, on_failure
         self._queue: queue.SimpleQueue[Callable[[Tracker], None] | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._work, name=f"ddprun-{name}", daemon=True)
+        self.thread = threading.Thread(target=self._run, name=f"ddprun-{name}", daemon=True)
         self.thread.start()
 
     def put(self, call: Callable[[Tracker], None]) -> None:
@@ -35,7 +35,7 @@ class _TrackerThread:
         self._queue.put(lambda tracker: tracker.close(summary))
         self._queue.put(None)
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         try:
             tracker = self._make()
             while call := self._queue.get():

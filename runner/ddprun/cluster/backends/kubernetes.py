@@ -218,7 +218,7 @@ class Kubernetes(Cluster):
         alone."""
 
         pod: Annotated[dict[str, Any], CustomValidator(_check_pod_fields, _POD_SCHEMA)] = Field(default={})
-        """Any other restricted fields of the pods, as in {nodeSelector: {gpu: h100}, tolerations: […]}."""
+        """Other fields of the pods' spec, as in {nodeSelector: {gpu: h100}, tolerations: […]}."""
 
         @model_validator(mode="after")
         def _check_kind(self) -> "Kubernetes.Options":

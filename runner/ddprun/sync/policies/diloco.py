@@ -24,7 +24,7 @@ class Diloco(SyncPolicy):
     """
 
     every: Period
-    """Steps from one exchange of a parameter to its next, or a round: `{samples: N}` of all ranks or
+    """Steps between two exchanges of the same parameter, or a round: `{samples: N}` of all ranks or
     `{seconds: S}`, in which each rank takes as many local updates as its speed allows. A round is one
     step."""
 
@@ -34,7 +34,7 @@ class Diloco(SyncPolicy):
 
     outer_lr: PositiveFloat = 0.7
     """Learning rate of the outer optimizer. SGD multiplies the mean change by it. Adam moves each weight by
-    about as much, and has no default."""
+    about this amount; with Adam, set it."""
 
     outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Momentum of the outer SGD, or the first beta of Adam; with 0 and `outer_lr: 1`, SGD is `local_sgd`."""
