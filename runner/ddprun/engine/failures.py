@@ -270,7 +270,8 @@ def _report_hang(ranks: Ranks, context: FailureContext, waits: list[WatchedColle
         if all(status.reported or status.lifeless for status in read_pages(watchdog.folder).values()):
             break
         time.sleep(0.05)
-    if ranks.hosts_store:
+    # Ranks of other hosts may still have to ask the store, which ends with this rank or its launcher.
+    if ranks.hosts_store or any(peer.host != ranks.host for peer in peers.values()):
         time.sleep(_HANG_STORE_LINGER_S)
 
 
