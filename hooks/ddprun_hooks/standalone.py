@@ -196,7 +196,8 @@ class PlainHandle(Handle):
         _observed.discard(self._model)
 
     def check_no_other_hook(self) -> None:
-        check_no_hook(self._model)
+        if self._model.require_backward_grad_sync:  # else no exchange was due, and asking DDP takes time
+            check_no_hook(self._model)
 
     def _all_reduce(self, buffer: Tensor) -> dist.Work:
         if not buffer.is_floating_point():  # which parameters ranks have used
