@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,16 @@ def test_a_script_that_is_not_changed_is_observed(tmp_path: Path) -> None:
     assert tracked_steps(tmp_path) == 30
     assert summary["wire_bytes"] == 2 * 30 * (8 * 2 + 2) * 4
     assert len(summary["straggler_wait_s"]) == 2
+
+
+def test_a_script_that_imports_observe_late_draws_its_own_numbers() -> None:
+    """Augmentation often draws from `random`, which a script may have seeded before."""
+    program = (
+        "import random; random.seed(0); import ddprun; ddprun.observe; drawn = random.random();"
+        "random.seed(0); print(drawn == random.random())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
 
 
 def test_a_script_without_ddp_is_told(tmp_path: Path) -> None:

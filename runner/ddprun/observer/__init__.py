@@ -3,3 +3,10 @@
 `observe` (in `run.py`, and as `ddprun.observe`) puts the engine's own recorder, watchdog and reporter beside
 the script; `marks.py` finds out where the script's steps begin and end.
 """
+
+import random
+
+_state = random.getstate()
+import rich.style  # noqa: E402, F401  # draws a number as it is imported, which would be the script's
+
+random.setstate(_state)
