@@ -140,6 +140,7 @@ def test_an_exception_of_one_rank_is_in_the_summary(tmp_path: Path, what: str, o
     pytest.importorskip("prometheus_client")
     done = torchrun(tmp_path, "own.py", what, "--changed")
     assert done.code == 1
+    assert "rank 1 has failed in run, so ranks that wait for it end: ValueError: a broken" in done.stderr
     assert tracked_steps(tmp_path) > 1
     summary, steps = left(tmp_path, rank=1)
     assert summary["status"] == "failed"

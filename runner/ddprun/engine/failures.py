@@ -316,6 +316,8 @@ def exit_if_peer_failed(ranks: Ranks, failure_context: FailureContext, what: str
     deadline.daemon = True
     deadline.start()
     rank_files.unregister_pid()
+    if failure_context.reporter is not None:
+        failure_context.reporter.salvage_records()  # the training thread, which waits, touches none
     close_after_peer_failure(failure_context, ranks, first.rank, f"waited for {what}")
     standard_streams.flush()
     os._exit(first.exit_code)

@@ -356,8 +356,9 @@ class ObservedRun:
             return
         self._reporter.salvage_records()
         if self._ranks.claim_first_failure(EXIT_FAILURE).rank == rank:
-            failure = {"rank": rank, "message": f"{type(error).__name__}: {error}"}
-            write_failure_summary(self._context, failure)
+            message = f"{type(error).__name__}: {error}"
+            write_failure_summary(self._context, {"rank": rank, "message": message})
+            say(f"rank {rank} has failed in {self._shown}, so ranks that wait for it end: {message}")
         self._leave()
 
     def _finish(self, wait_s: float, *, interrupted: bool = False) -> None:
