@@ -3,14 +3,18 @@
 import importlib
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from tests.ranks import Running, ddprun, free_port
+from tests.ranks import Running, as_processes, ddprun, free_port
 
 FRAMEWORKS = ["accelerate", "lightning", "transformers"]
 STEPS = 9  # in 3 epochs of 8 batches of 4 samples, with 3 batches a step
@@ -98,6 +102,38 @@ def test_the_runs_can_be_reported(runs: Path) -> None:
     done = ddprun("report", "observed", "fp16", cwd=runs)
     assert done.code == 0, done.stderr
     assert summary(runs / "observed")["status"] == "done"
+
+
+def train_one_after_another(folder: Path) -> list[list[int]]:
+    """Four Trainers of one model, as they call their callbacks; each trains twice. Gives the samples of the
+    steps of each `train`.
+    """
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+    from ddprun.integrations.transformers import ObserveCallback
+
+    os.chdir(folder)
+    dist.init_process_group("gloo")
+    net, found = nn.Linear(3, 2), list[list[int]]()
+    given = TrainingArguments(str(folder / "out"), use_cpu=True), TrainerState(), TrainerControl()
+    callbacks = [ObserveCallback(name=str(number)) for number in range(4)]
+    for callback in callbacks:
+        model = DistributedDataParallel(net)
+        for _ in range(2):
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            callback.on_train_begin(*given, model=net, optimizer=optimizer)
+            for _ in range(2):
+                model(torch.ones(4, 3)).sum().backward()
+                optimizer.step()
+            callback.on_train_end(*given)
+            found.append([step["samples"] for step in records(callback.run.folder, "steps", 0)])
+    return found
+
+
+def test_each_train_is_observed(tmp_path: Path) -> None:
+    """With the DistributedDataParallel that it trains, though earlier ones have the same model."""
+    pytest.importorskip("transformers")
+    assert as_processes(1, train_one_after_another, tmp_path)[0] == [[4, 4]] * 8
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)

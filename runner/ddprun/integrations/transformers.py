@@ -20,27 +20,27 @@ except ModuleNotFoundError as error:
 
 
 class ObserveCallback(TrainerCallback):
-    """Observes the first `train` of a Trainer. Options and errors are those of `ddprun.observe`."""
+    """Observes each `train` of a Trainer. Options, and errors as it begins, are those of `ddprun.observe`."""
 
     run: ObservedRun
-    """The run, once training has begun."""
+    """The run of the latest `train`, once training has begun."""
 
     def __init__(self, **options: Any) -> None:
         self._options = options
-        self._wrappers = weakref.WeakSet[torch.nn.Module]()
+        self._wrappers = weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[torch.nn.Module]]()
         self._shares = 1  # how many losses, one for each rank and forward pass, add up to the step's
         register_module_module_registration_hook(self._note_ddp)  # a callback is given the model inside
 
     def _note_ddp(self, wrapper: torch.nn.Module, name: str, model: torch.nn.Module | None) -> None:
-        if isinstance(wrapper, DistributedDataParallel):
-            self._wrappers.add(wrapper)
+        if isinstance(wrapper, DistributedDataParallel) and model is not None:
+            self._wrappers[model] = weakref.ref(wrapper)  # in place of an earlier Trainer's
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **given: Any) -> None:
         """The model is in DDP by now."""
         inner, optimizer = given["model"], given["optimizer"]
-        model: Any = next((one for one in self._wrappers if one.module is inner), inner)
+        model: Any = self._wrappers.get(inner, lambda: inner)()
         self.run = observe(model, optimizer, scaler=getattr(optimizer, "scaler", None), **self._options)
-        model.register_forward_hook(EagerHook(self._note_loss), with_kwargs=True)
+        self._hook = model.register_forward_hook(EagerHook(self._note_loss), with_kwargs=True)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **given: Any) -> None:
         """The last step of an epoch may have fewer forward passes."""
@@ -56,4 +56,5 @@ class ObserveCallback(TrainerCallback):
 
     def on_train_end(self, *_: Any, **given: Any) -> None:
         """Close the run."""
+        self._hook.remove()
         self.run.close()
