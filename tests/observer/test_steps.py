@@ -316,7 +316,7 @@ def test_sparse_gradients_keep_their_bits(scripts: Scripts) -> None:
 
 def with_compiled_model(folder: Path) -> None:
     model, optimizer = start()
-    compiled: Any = torch.compile(model, backend="eager")
+    compiled: Any = nn.Sequential(torch.compile(model, backend="eager"))  # as frameworks put it into a module
     run = ddprun.observe(compiled, optimizer, run_dir=folder)
     for _ in range(5):
         compiled(torch.ones(2, 12)).square().mean().backward()

@@ -85,6 +85,13 @@ def _agree_on_folder(ranks: Ranks, run_dir: str | os.PathLike[str] | None, name:
     return Path(path)
 
 
+def _ddp_in(model: Any) -> Any:
+    """The one DistributedDataParallel that a module of torch.compile, or of Fabric, wraps; else the model."""
+    inside = model.modules() if isinstance(model, torch.nn.Module) else ()
+    found = [one for one in inside if isinstance(one, DistributedDataParallel)]
+    return found[0] if len(found) == 1 else model
+
+
 class _NotesOnly(Screen):
     """Says what happens, and leaves the progress to the script."""
 
@@ -98,7 +105,8 @@ class ObservedRun:
     itself.
 
     Args:
-        model: on the default process group; no communication hook may be registered with it.
+        model: on the default process group; no communication hook may be registered with it. May be
+            compiled, or in a module around it, such as Fabric's.
         optimizer: one, or several; their steps end the run's steps. None: every optimizer of torch.optim that
             holds a parameter of the model.
         hooks: as in `ddprun_hooks.register`; none: a plain all-reduce of each bucket.
@@ -139,8 +147,7 @@ class ObservedRun:
         every: int = 1,
         track: Sequence[str | Mapping[str, Any]] = (),
     ) -> None:
-        model = getattr(model, "_orig_mod", model)  # of torch.compile
-        check_model(model)
+        check_model(model := _ddp_in(model))
         if not (isinstance(every, int) and every > 0):
             raise ValueError(f"every must be a whole number from 1 on, got {every!r}")
         if timeout_s is not None and not timeout_s > 0:
