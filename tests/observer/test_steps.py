@@ -316,7 +316,8 @@ def test_sparse_gradients_keep_their_bits(scripts: Scripts) -> None:
 
 def with_compiled_model(folder: Path) -> None:
     model, optimizer = start()
-    compiled: Any = nn.Sequential(torch.compile(model, backend="eager"))  # as frameworks put it into a module
+    compiled: Any = torch.compile(model, backend="eager")
+    compiled = nn.Sequential(compiled)  # as a framework wraps it
     run = ddprun.observe(compiled, optimizer, run_dir=folder)
     for _ in range(5):
         compiled(torch.ones(2, 12)).square().mean().backward()
@@ -345,6 +346,31 @@ class WithLoss(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         loss: Tensor = self.net(inputs).square().mean()
         return loss
+
+
+class WithSharedLoss(WithLoss):
+    """A model as transformers has them."""
+
+    def forward(self, inputs: Tensor, num_items_in_batch: int = 2) -> Tensor:
+        return super().forward(inputs) * len(inputs) / num_items_in_batch
+
+
+def with_shared_loss(folder: Path) -> None:
+    """Each rank's loss is its share of the mean over four samples, and then the mean over its own two."""
+    start()
+    model = DistributedDataParallel(WithSharedLoss())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = ddprun.observe(model, optimizer, run_dir=folder)
+    for options in ({"num_items_in_batch": 4}, {}):
+        model(torch.ones(2, 12), **options).backward()
+        optimizer.step()
+    run.close()
+
+
+def test_a_loss_that_is_no_mean_of_its_batch_is_not_noted(scripts: Scripts) -> None:
+    first, second = scripts.steps("with_shared_loss")
+    assert first["loss"] is None
+    assert second["loss"] is not None
 
 
 def with_closure(folder: Path) -> None:

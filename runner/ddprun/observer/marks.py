@@ -131,7 +131,7 @@ class StepMarker:
         begins, inner_begins = EagerHook(self._forward_begins), EagerHook(self._inner_forward_begins)
         self._hooks = [
             model.register_forward_pre_hook(begins, with_kwargs=True, prepend=True),
-            model.register_forward_hook(EagerHook(self._forward_ends)),
+            model.register_forward_hook(EagerHook(self._forward_ends), with_kwargs=True),
             model.module.register_forward_pre_hook(inner_begins, prepend=True),
             register_optimizer_step_pre_hook(EagerHook(self._optimizer_begins)),
             register_optimizer_step_post_hook(EagerHook(self._optimizer_ends)),
@@ -200,7 +200,9 @@ class StepMarker:
             first = next((one for one in tree_leaves((inputs, options)) if isinstance(one, Tensor)), None)
         self._micro_batches.append((None, len(first) if first is not None and first.dim() else 1))
 
-    def _forward_ends(self, model: torch.nn.Module, inputs: Sequence[Any], output: Any) -> None:
+    def _forward_ends(
+        self, model: torch.nn.Module, inputs: Sequence[Any], options: Mapping[str, Any], output: Any
+    ) -> None:
         self._in_forward = False
         if not torch.is_grad_enabled() or not self._running:
             return
@@ -211,7 +213,8 @@ class StepMarker:
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 tensor.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
         loss = output.get("loss") if isinstance(output, Mapping) else output
-        if isinstance(loss, Tensor) and not loss.dim():
+        # By this argument, transformers has a model divide its loss by the tokens of all batches of a step.
+        if isinstance(loss, Tensor) and not loss.dim() and "num_items_in_batch" not in options:
             self.note_loss(loss)
 
     def _send_buffers(self, _: object, buffers: Mapping[str, Tensor]) -> None:
