@@ -249,6 +249,34 @@ def test_parameters_that_some_micro_steps_use_count_whole(tmp_path: Path, accumu
         assert (ours[name] - value).abs().max() < 1e-12, name
 
 
+def test_experts_rest_after_a_stage_with_other_frozen_parameters(tmp_path: Path) -> None:
+    """Each stage has its DDP module. What a stage's passes use does not count as used in the next one's."""
+    (tmp_path / "experts.py").write_text(EXPERTS)
+    stages = "{train: {steps: 9, freeze: [head.*]}}, {train: {steps: 9}}"
+    text = UNUSED.format(accumulate=2, view="true").replace("{train: {epochs: 1}}", stages)
+    ours = weights(run_pipeline(tmp_path, text, 2))
+    scope: dict[str, Any] = {}
+    exec(compile(EXPERTS, "experts", "exec"), scope)
+    torch.manual_seed(1)
+    model = scope["Experts"]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    for step, batch in enumerate(DataLoader(scope["Samples"](), batch_size=8), start=1):
+        model.head.requires_grad_(step > 9)
+        model(**batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, value in model.state_dict().items():
+        assert (ours[name] - value).abs().max() < 1e-12, name
+
+
+def test_experts_rest_after_a_stage_without_ddp(tmp_path: Path) -> None:
+    """To its end, although the passes of the first stage have used experts that no rank needs in step 10."""
+    (tmp_path / "experts.py").write_text(EXPERTS)
+    stages = "{train: {steps: 9, sync: {local_sgd: {every: 3}}}}, {train: {steps: 9}}"
+    text = UNUSED.format(accumulate=2, view="true").replace("{train: {epochs: 1}}", stages)
+    assert summary(run_pipeline(tmp_path, text, 2))["steps"] == 18
+
+
 def test_a_rank_without_a_sample_computes_along_and_counts_nothing(tmp_path: Path) -> None:
     """301 samples on 4 ranks of 25: the last step has one sample, for rank 0 alone."""
     (tmp_path / "nets.py").write_text(NETS)

@@ -87,6 +87,9 @@ class DdpReplica:
     def begin_stage(self, stack: Stack, group: RankGroup) -> str:
         """Use these hooks and ranks for gradients from now on; gives what must be the same on all ranks."""
         self.dispatcher.stack, self.dispatcher.group = stack, group
+        if self.settings.find_unused_parameters and not self.settings.static_graph:
+            # Passes of earlier stages have marked parameters as used here, too, even those outside this DDP.
+            self.ddp.reducer._reset_state()
         return self.dispatcher.signature
 
     def accumulating(self, wanted: bool) -> AbstractContextManager[None]:
