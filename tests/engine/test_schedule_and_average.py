@@ -258,7 +258,11 @@ def test_a_schedule_that_torch_cannot_compute_is_named(tmp_path: Path, options: 
 
 
 OWN_SCHEDULES = """
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LinearLR, LRScheduler, ReduceLROnPlateau
+
+
+def by_name(name, optimizer, length):
+    return {"linear": LinearLR}[name](optimizer, total_iters=length)
 
 
 class Follows(LRScheduler):
@@ -285,6 +289,7 @@ stages:
   - train: {steps: 3, schedule: {OneCycleLR: {max_lr: 0.2}}}
   - train: {steps: 3, schedule: own_schedules.Follows}
   - train: {steps: 3, evaluate: {every: 1}, schedule: {own_schedules.ByRatio: {}, metric: loss}}
+  - train: {steps: 3, schedule: {own_schedules.by_name: {name: linear, length: 3}}}
 """
 
 
@@ -301,7 +306,7 @@ def test_schedules_that_are_tried_leave_no_trace(tmp_path: Path, monkeypatch: py
     settings = settings_of_stages(loaded, model, turns, optimizer)
     before = repr((vars(optimizer), settings))
     found = try_schedules(loaded, feeds, optimizer, settings)
-    assert [schedule.last_epoch for schedule in found.values()] == [1, 0, 0]
+    assert [schedule.last_epoch for schedule in found.values()] == [1, 0, 0, 0]
     assert repr((vars(optimizer), settings)) == before
 
 

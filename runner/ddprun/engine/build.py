@@ -173,27 +173,31 @@ class ChoiceBuilder:
     def _with_location(self, text: str) -> str:
         return self.loaded.fault(format_path(self.key), text).headline
 
-    def factory_over_dataset(self, dataset: Any) -> Callable[[], Any]:
-        """A factory of objects over a data set, given as `dataset` or, if free, as the first argument."""
+    def factory_over(self, argument: str, value: Any) -> Callable[[], Any]:
+        """A factory of objects over `value`, given as `argument` or, if free, as the first one."""
         target = self.import_target()
         try:
             names = list(inspect.signature(target).parameters)
         except (TypeError, ValueError):
             names = []
-        if "dataset" in names:
-            self.options = {"dataset": dataset, **self.options}
-            return self.bound_callable()
-        if names and names[0] in self.options:
-            return self.bound_callable()
-        return functools.partial(self.bound_callable(dataset), dataset)
+        if argument in names:
+            self.options = {argument: value, **self.options}
+        elif not names or names[0] not in self.options:
+            return functools.partial(self.bound_callable(value), value)
+        return self.bound_callable()
 
-    def construct(self, torch_module: Any, first: Any, expected_type: type[_T]) -> _T:
-        """An object of torch's, or of a dotted class, over `first`; ValueErrors are about its options."""
+    def construct(self, torch_module: Any, value: Any, expected_type: type[_T], *, argument: str = "") -> _T:
+        """An object of torch's, or of a dotted class, over `value`: the first argument, or if there is one
+        of that name, `argument`. ValueErrors are about its options.
+        """
+        make: Callable[[], Any]
         if self.source == "torch":
-            make: Callable[..., Any] = functools.partial(getattr(torch_module, self.name), **self.options)
+            make = functools.partial(getattr(torch_module, self.name), value, **self.options)
+        elif argument:
+            make = self.factory_over(argument, value)
         else:
-            make = self.bound_callable(first)
-        made = self.call_constructor(lambda: make(first))
+            make = functools.partial(self.bound_callable(value), value)
+        made = self.call_constructor(make)
         if not isinstance(made, expected_type):
             raise self.error(self.describe_result(made), f"expected an {expected_type.__name__}")
         return made
@@ -354,7 +358,7 @@ def build_sampler_order(loaded: LoadedPipeline, dataset: Any) -> Callable[[int],
     if choice is None:
         return None
     chosen = ChoiceBuilder.from_path(loaded, "loader.sampler", choice)
-    make = chosen.factory_over_dataset(dataset)
+    make = chosen.factory_over("dataset", dataset)
 
     def order(epoch: int) -> list[int]:
         sampler = make()

@@ -364,7 +364,8 @@ def build_schedule(
             text = f"{length} is left out, but the number of steps in an epoch of iterable data is not known"
             raise chosen.error(text, f"write {length}, or give the stage steps instead of epochs")
         chosen.options[length] = steps
-    schedule = chosen.construct(torch.optim.lr_scheduler, optimizer, LRScheduler)
+    schedulers = torch.optim.lr_scheduler
+    schedule = chosen.construct(schedulers, optimizer, LRScheduler, argument="optimizer")
     least = 0 if steps is None or begun else steps
     if isinstance(schedule, OneCycleLR) and schedule.total_steps < least:
         text = f"it ends after step {schedule.total_steps} of {steps}, and torch refuses to go on"
