@@ -198,7 +198,7 @@ def test_a_loss_that_is_no_number_is_told_once(scripts: Scripts) -> None:
     assert json.loads((folder / "summary.json").read_text())["nonfinite"] == found
 
 
-def with_copies(folder: Path) -> None:
+def with_copies(folder: Path) -> bytes:
     """What scripts do with a model beside training it: average it, save it as a whole, trace it."""
     model, optimizer = start()
     run = ddprun.observe(model, optimizer, run_dir=folder)
@@ -208,7 +208,7 @@ def with_copies(folder: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
         average.update_parameters(model.module)
-        torch.save(model.module, io.BytesIO())
+        torch.save(model.module, saved := io.BytesIO())
         with torch.no_grad():
             average(torch.ones(2, 12))
             torch.jit.trace(model.module, torch.ones(2, 12))  # type: ignore[no-untyped-call]
@@ -216,11 +216,13 @@ def with_copies(folder: Path) -> None:
         run.close()
         model(batch).square().mean().backward()
         optimizer.step()
+    return saved.getvalue()
 
 
 def test_a_model_can_be_copied_saved_and_traced(scripts: Scripts) -> None:
-    """Also after `close`, from which on nothing is recorded."""
+    """Also after `close`, from which on nothing is recorded. To load what was saved needs no ddprun."""
     assert [step["step"] for step in scripts.steps("with_copies")] == [1, 2, 3, 4]
+    assert b"ddprun" not in scripts.returned["with_copies"]
 
 
 def with_lone_evaluation(folder: Path) -> None:

@@ -19,6 +19,8 @@ may evaluate, or get other batches, while the others do something else.
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -42,14 +44,14 @@ _T = TypeVar("_T")
 _MAX_PASSES = 256  # backward passes without an optimizer's step, until that is told
 
 
-def _do_nothing(*_: Any) -> None:
-    pass
+# A hook that does nothing, from the standard library: a saved model can be loaded without ddprun.
+_DO_NOTHING = nullcontext().__exit__
 
 
 class EagerHook:
     """A hook that torch.compile does not look into; a copy of the model calls `in_copy` instead."""
 
-    def __init__(self, call: Callable[..., None], in_copy: Callable[..., None] = _do_nothing) -> None:
+    def __init__(self, call: Callable[..., None], in_copy: Callable[..., None] = _DO_NOTHING) -> None:
         self._call, self._in_copy = call, in_copy
 
     def __call__(self, *arguments: Any) -> None:
@@ -63,7 +65,7 @@ class EagerHook:
         self._call(*arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return EagerHook, (self._in_copy, self._in_copy)
+        return partial, (self._in_copy,)
 
 
 def _broadcast(_: object, buffers: Mapping[str, Tensor]) -> None:
