@@ -291,6 +291,42 @@ def test_the_loss_is_the_one_that_was_noted(scripts: Scripts) -> None:
     assert step["loss"] == pytest.approx(make_net()(torch.ones(2, 12)).square().mean().item())
 
 
+class Detector(nn.Module):
+    """A model whose batches are no tensors, but lists of images and of boxes, or a mapping."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_net()
+
+    def forward(self, batch: Any, boxes: Any = None) -> Tensor:
+        images = batch["image"] if isinstance(batch, dict) else torch.stack(batch)
+        loss: Tensor = self.net(images).square().mean()
+        return loss
+
+
+def with_lists_of_samples(folder: Path) -> None:
+    start()
+    model = DistributedDataParallel(Detector())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    images, named = torch.ones(2, 12), {"boxes": torch.ones(7, 4), "file": ("1.png", "2.png")}
+    calls: list[tuple[Any, ...]] = [
+        ([*images], [{"boxes": torch.ones(5, 4)}] * 2),
+        (named | {"image": images},),
+        ({"image": images, "boxes": torch.ones(7, 4)},),
+    ]
+    run = ddprun.observe(model, optimizer, run_dir=folder)
+    for arguments in calls:
+        model(*arguments).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    run.close()
+
+
+def test_samples_are_counted_in_lists_of_them(scripts: Scripts) -> None:
+    """Neither an image's channels nor all boxes of a batch are its samples; else the first tensor counts."""
+    assert [step["samples"] for step in scripts.steps("with_lists_of_samples")] == [2, 2, 2]
+
+
 def with_sparse_gradients(folder: Path) -> bool:
     """Plain DDP and an observed one, from the same weights."""
 

@@ -79,6 +79,21 @@ def sends_buffers(model: DistributedDataParallel) -> bool:
     return bool(model.broadcast_buffers and model.modules_buffers) and not hasattr(model, "buffer_hook")
 
 
+def _is_per_sample(value: object) -> bool:
+    """Whether it is a list with an entry for each sample, such as the boxes of each image."""
+    entries = value if isinstance(value, (list, tuple)) else ()
+    return bool(entries) and all(isinstance(one, (str, Mapping)) for one in entries)
+
+
+def _count_samples(inputs: Sequence[Any], options: Mapping[str, Any]) -> int:
+    """How many samples a call to the model is given."""
+    if inputs and isinstance(inputs[0], Tensor):
+        return inputs[0].shape[:1].numel()
+    leaves = [leaf for one in (*inputs, *options.values()) for leaf in tree_leaves(one, _is_per_sample)]
+    sizes = (leaf.shape[:1].numel() for leaf in leaves if isinstance(leaf, Tensor))
+    return next(map(len, filter(_is_per_sample, leaves)), next(sizes, 1))
+
+
 class TimedLoader(Iterable[_T]):
     """A loader in whose place a script uses this; in all but iteration it is the loader."""
 
@@ -197,10 +212,7 @@ class StepMarker:
         self._begin_part(b"forward")
         self._in_forward = True
         self._note_micro_batches()
-        first = inputs[0] if inputs else None
-        if not isinstance(first, Tensor):
-            first = next((one for one in tree_leaves((inputs, options)) if isinstance(one, Tensor)), None)
-        self._micro_batches.append((None, len(first) if first is not None and first.dim() else 1))
+        self._micro_batches.append((None, _count_samples(inputs, options)))
 
     def _forward_ends(
         self, model: torch.nn.Module, inputs: Sequence[Any], options: Mapping[str, Any], output: Any
