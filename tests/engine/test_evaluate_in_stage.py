@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from ddprun.checkpoint import folder as checkpoints
@@ -12,7 +13,7 @@ from ddprun.config import load
 from ddprun.config.stages import MonitoredMetric
 from ddprun.engine.save import saved_step
 from tests.checkpoint.runs import CNN, COMPARED, MLP, MODULE, final, told
-from tests.engine.running import events, run_pipeline, summary
+from tests.engine.running import events, run_pipeline, summary, weights
 from tests.ranks import ddprun
 
 MORE = """
@@ -32,6 +33,20 @@ class Blocking(Samples):
     def __getitem__(self, index):
         Path("run/best.safetensors").mkdir(exist_ok=True)
         return super().__getitem__(index)
+
+
+class Centred(torch.nn.Module):
+    \"\"\"Moves a buffer in every forward pass, and draws from the generator that training draws from.\"\"\"
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 10)
+        self.register_buffer("centre", torch.zeros(10))
+
+    def forward(self, inputs):
+        output = self.layer(inputs.flatten(1)) - self.centre + torch.randn(10)
+        self.centre.lerp_(output.detach().mean(0), 0.1)
+        return output
 
 
 def flat(output, target):
@@ -89,6 +104,16 @@ def test_it_changes_no_bit_of_training(tmp_path: Path, sync: str, hooks: str, mo
     assert told(watched) == told(plain)
     assert (watched / "best.safetensors").exists()
     assert (watched / "best.safetensors.yaml").exists()
+
+
+def test_an_evaluate_stage_changes_no_bit_of_training(tmp_path: Path) -> None:
+    """Not even one of a buffer, such as DINO's centre, that the model moves in evaluation mode, too."""
+    (tmp_path / "samples.py").write_text(MODULE + MORE)
+    head, _, _ = PIPELINE.replace("MODEL", "samples.Centred").partition("schedule")
+    stages = "stages: [train: {steps: 3}, evaluate, train: {steps: 3}, save]\n"
+    watched = weights(run_pipeline(tmp_path, head + stages, 2, "watched"))
+    plain = weights(run_pipeline(tmp_path, head + stages.replace("evaluate, ", ""), 2, "plain"))
+    assert all(torch.equal(value, watched[name]) for name, value in plain.items())
 
 
 @pytest.mark.parametrize("stages", ["train: {steps: 6, evaluate: {every: 2}}", "train: {steps: 6}, evaluate"])

@@ -23,7 +23,7 @@ from ddprun.engine.objective import ForwardResult
 from ddprun.engine.samples import batch_or_raise, collate, describe_sample, describe_tensor, digest_of
 from ddprun.engine.save import saved_step, write_weights_and_pipeline
 from ddprun.engine.session import Best, Session
-from ddprun.engine.stage_run import StageRun, averaged_weights, eval_model, make_buffers_equal
+from ddprun.engine.stage_run import StageRun, eval_model, make_buffers_equal
 from ddprun.engine.state import take_checkpoint
 from ddprun.engine.stateful_metric import StatefulMetric, add_metric_notes, as_scalar
 from ddprun_hooks.errors import format_ranks
@@ -53,10 +53,9 @@ class _StopRequestedError(Exception):
 
 def evaluate(session: Session, stage: EvaluateStage) -> dict[str, Any]:
     make_buffers_equal(session, stage)
-    session.runtime.model.eval()
     held_out = session.runtime.stage_held_out.get(stage.index, session.runtime.held_out)
     try:
-        with averaged_weights(session):
+        with eval_model(session):
             found, samples = evaluate_metrics(session, held_out, stage, stage.path)
     except _StopRequestedError:
         take_checkpoint(session, at_end=True)

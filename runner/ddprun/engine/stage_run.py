@@ -337,8 +337,8 @@ def averaged_weights(session: Session) -> Iterator[None]:
 
 @contextmanager
 def eval_model(session: Session) -> Iterator[None]:
-    """Inside, the model is the one that an evaluate stage would see now: `averaged_weights`, equal
-    frozen parameters and buffers, in evaluation mode. Then all of that is on each rank as it was, and
+    """Inside, the model is the one that is measured: `averaged_weights`, equal frozen parameters and
+    buffers, in evaluation mode. Then all of that is on each rank as it was, and
     nothing has been drawn at random. An exchange of the sync policy that is in flight goes on: this uses
     another queue.
     """
