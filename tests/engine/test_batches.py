@@ -226,6 +226,7 @@ class Shrinking(nn.Linear):
         super().__init__(5, 5)
 
     def forward(self, image):
+        image = image.image if isinstance(image, Item) else image
         return super().forward(image).square().mean()
 
 
@@ -567,28 +568,35 @@ def test_a_batch_is_weighed_before_it_is_cast(folder: Path, transform: str) -> N
     run_pipeline(folder, text, 1, f"uncast-{len(transform)}")
 
 
-def test_a_tensor_is_the_only_input(folder: Path) -> None:
+def test_a_tensor_or_an_object_is_the_only_input(folder: Path) -> None:
     """Of a model that returns its loss, as an input that is named: in training and evaluation."""
     found = []
-    for form, batch in (("mapping", "batch: {inputs: image}"), ("tensor", "")):
-        text = PARTS.format(form=form, batch=f"loss: model\n{batch}", loader="").replace("Two", "Shrinking")
+    for form, batch, loader in (
+        ("mapping", "batch: {inputs: image}", ""),
+        ("tensor", "", ""),
+        ("object", "", ", collate: mine.objects"),
+    ):
+        text = PARTS.format(form=form, batch=f"loss: model\n{batch}", loader=loader)
+        text = text.replace("Two", "Shrinking")
         text = text.replace("save]", f"save, evaluate: {{data: {{mine.Mapped: {{form: {form}}}}}}}]")
         run = run_pipeline(folder, text, 1, f"only-{form}")
         found.append((weights(run), summary(run)["metrics"]))
-    assert found[0][1] == found[1][1]
-    assert all(torch.equal(value, found[1][0][name]) for name, value in found[0][0].items())
+    for saved, metrics in found[1:]:
+        assert metrics == found[0][1]
+        assert all(torch.equal(value, saved[name]) for name, value in found[0][0].items())
 
 
 @pytest.mark.parametrize(
-    ("loss", "expected"),
+    ("form", "loss", "expected"),
     [
-        ("mse_loss", "its batches are float32 (4, 5); expected pairs (input, target)"),
-        ("model\nweight_by: targets", "it is not known which part of a batch holds the targets"),
+        ("tensor", "mse_loss", "its batches are float32 (4, 5); expected pairs (input, target)"),
+        ("tensor", "model\nweight_by: targets", "it is not known which part of a batch holds the targets"),
+        ("triple", "model", "expected pairs (input, target); or write batch: {inputs: …}"),
     ],
 )
-def test_a_tensor_has_no_target(tmp_path: Path, loss: str, expected: str) -> None:
+def test_what_is_no_pair_has_no_target(tmp_path: Path, form: str, loss: str, expected: str) -> None:
     (tmp_path / "mine.py").write_text(MODULE)
-    text = PARTS.format(form="tensor", batch=f"loss: {loss}", loader="").replace("Two", "Shrinking")
+    text = PARTS.format(form=form, batch=f"loss: {loss}", loader="").replace("Two", "Shrinking")
     codes, said = run_to_end(tmp_path, text, 1)
     assert codes == [EXIT_BAD_INPUT]
     assert expected in said

@@ -189,8 +189,8 @@ class Objective:
 
     A batch of (input, target) calls `model(input)` and `loss(output, target)`, where an input that is a
     mapping becomes keyword arguments. With `loss: model` it calls `model(input, target)`, and a batch that is
-    a mapping becomes the model's keyword arguments, a batch that is a tensor its only argument. `batch` in
-    the file names other parts.
+    a mapping becomes the model's keyword arguments, a tensor or an object its only argument. `batch` in the
+    file names other parts.
 
     `loss` is of (output, target), or None: the model returns its own. `weight` is the file's own `weight_by`.
     `transform` changes the batches of training.
@@ -294,10 +294,11 @@ class Objective:
             return inputs if isinstance(wanted.inputs, tuple) else (inputs,), {}, target
         if self.loss is None and isinstance(content, Mapping):
             return (), content, None
-        if self.loss is None and isinstance(content, Tensor):
+        if self.loss is None and not isinstance(content, list | tuple):
             return (content,), {}, None
         if not isinstance(content, list | tuple) or len(content) != 2:
-            allowed = "expected pairs (input, target); or write batch: {inputs: …, target: …}, or loss: model"
+            parts = "{inputs: …}" if self.loss is None else "{inputs: …, target: …}, or loss: model"
+            allowed = f"expected pairs (input, target); or write batch: {parts}"
             raise self._loaded.error("data", f"its batches are {describe_sample(content)}", allowed)
         given, target = content
         if self.loss is None:
@@ -352,7 +353,7 @@ class Objective:
         loss = self.loss if wanted.of is None else None
         if wanted.of is not None:
             target = self._pick(content, wanted.of, "weight_by.targets.of")
-        elif self.loss is None and (isinstance(content, Mapping | Tensor) or self._batch.inputs is not None):
+        elif self.loss is None and (self._batch.inputs is not None or not isinstance(content, list | tuple)):
             problem = "it is not known which part of a batch holds the targets"
             raise self._loaded.error("weight_by", problem, _TARGETS_HINT)
         else:
