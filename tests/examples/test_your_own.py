@@ -19,6 +19,7 @@ NAMES = [
     "named",
     "smooth",
     "sum",
+    "teacher",
     "sam",
     "model",
     "lengths",
