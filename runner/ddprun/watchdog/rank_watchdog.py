@@ -7,6 +7,7 @@ import sysconfig
 import threading
 import time
 import traceback
+import types
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -251,12 +252,15 @@ def user_code_location(thread: int) -> str:
     name`.
     """
     innermost = sys._current_frames().get(thread)
-    stack = [frame for frame, _ in traceback.walk_stack(innermost)] if innermost is not None else []
+    if innermost is None:
+        return ""
+    stack = list[types.FrameType]()
+    # The thread may leave these frames meanwhile; in CPython 3.11, `f_back` has then been no frame.
+    with suppress(AttributeError):
+        stack.extend(frame for frame, _ in traceback.walk_stack(innermost))
     outside = [frame for frame in stack if not _is_library_file(frame.f_code.co_filename)]
     of_user = (frame for frame in outside if not frame.f_code.co_filename.startswith(_DDPRUN))
     frame = next(of_user, next(iter(outside), innermost))
-    if frame is None:
-        return ""
     text = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
     return text.encode(errors="backslashreplace").decode()  # a path may not be UTF-8, and JSON is
 
