@@ -68,7 +68,7 @@ print("weights", model.module.weight.sum().item())
 
 def torchrun(folder: Path, *words: str, source: str = SCRIPT, restarts: int = 0) -> Finished:
     """Run a script on two ranks; the one above: as it is under `ddprun observe`, or with two lines more."""
-    (folder / next(word for word in words if word.endswith(".py"))).write_text(source)
+    (folder / next((word for word in words if word.endswith(".py")), "own.py")).write_text(source)
     flags = ["--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     flags += ["--max-restarts", str(restarts)]
     with Running(*words, cwd=folder, module=["-m", "torch.distributed.run", *flags]) as running:
@@ -81,11 +81,12 @@ def left(folder: Path, rank: int = 0, run: str = "run") -> tuple[dict[str, Any],
     return json.loads((folder / run / "summary.json").read_text()), list(map(json.loads, lines))
 
 
-def test_a_script_that_is_not_changed_is_observed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", [["own.py"], ["-m", "own"]])
+def test_a_script_that_is_not_changed_is_observed(tmp_path: Path, script: list[str]) -> None:
     """With its arguments, and to its end, though it closes nothing and destroys its process groups."""
     pytest.importorskip("prometheus_client")
     command = ["-m", "ddprun", "observe", "--run-dir", "run", "--track", "[prometheus]"]
-    done = torchrun(tmp_path, *command, "own.py", "train")
+    done = torchrun(tmp_path, *command, *script, "train")
     assert done.code == 0, done.stderr
     assert "observing own, in run" in done.stderr
     assert "30 steps observed: ddprun report run" in done.stderr

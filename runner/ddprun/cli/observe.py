@@ -1,5 +1,6 @@
 """`ddprun observe`."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,16 @@ _MAX_TIMEOUT_S = 366 * 86_400
 @click.option(
     "--track", metavar="TRACK", default="[]", help="A list as in a pipeline, such as [tensorboard]."
 )
-@click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("-m", "is_module", is_flag=True, help="SCRIPT is a module's name, as for `python -m`.")
+@click.argument("script")
 @click.argument("arguments", metavar="[ARGUMENT]...", nargs=-1, type=click.UNPROCESSED)
 def observe(
     hooks: str,
     run_dir: Path | None,
     timeout_s: float | None,
     track: str,
-    script: Path,
+    is_module: bool,
+    script: str,
     arguments: tuple[str, ...],
 ) -> int:
     """Run your own training script under torchrun, and record its steps like those of a pipeline.
@@ -39,6 +42,8 @@ def observe(
     `ddprun.observe` in it would do, for the first DistributedDataParallel that it makes. That class's
     constructor is replaced in this process until then; nothing else is. The exit code is the script's.
     """
+    if not is_module and not os.path.isfile(script):
+        raise click.BadParameter(f"there is no file {script!r}", param_hint="SCRIPT")
     from ddprun.config import load_trackers
     from ddprun.config.faults import PipelineError, Source
     from ddprun.config.reader import parse_yaml
@@ -56,4 +61,4 @@ def observe(
         raise click.BadParameter(str(error), param_hint="--hooks") from None
     trackers, _ = load_trackers(track, "--track")
     options: dict[str, Any] = {"hooks": chosen, "track": trackers.root.data()["track"]}
-    return run_observed_script(script, arguments, run_dir=run_dir, timeout_s=timeout_s, **options)
+    return run_observed_script(script, is_module, arguments, run_dir=run_dir, timeout_s=timeout_s, **options)

@@ -5,6 +5,7 @@
 
 import atexit
 import functools
+import importlib.util
 import itertools
 import json
 import os
@@ -25,7 +26,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddprun import EXIT_FAILURE, EXIT_SUCCESS, LAUNCHED_VARIABLE, __version__
+from ddprun import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_SUCCESS, LAUNCHED_VARIABLE, __version__
 from ddprun.config import load_trackers
 from ddprun.engine.failures import (
     FailureContext,
@@ -440,10 +441,16 @@ class ObservedRun:
 observe = ObservedRun
 
 
-def run_observed_script(script: Path, arguments: Sequence[str], **options: Any) -> int:
-    """Run a script as `python script arguments…` would, with `observe(model, **options)` for its first
-    DistributedDataParallel; gives the exit code. The constructor of that class is replaced in this process,
-    until it has been called.
+def _is_module(name: str) -> bool:
+    with suppress(ModuleNotFoundError):  # of a package around it
+        return importlib.util.find_spec(name) is not None
+    return False
+
+
+def run_observed_script(script: str, is_module: bool, arguments: Sequence[str], **options: Any) -> int:
+    """Run a script as `python script arguments…` would, or a module as `python -m`, with `observe(model,
+    **options)` for its first DistributedDataParallel; gives the exit code. The constructor of that class is
+    replaced in this process, until it has been called.
     """
     construct: Any = DistributedDataParallel.__init__
 
@@ -454,10 +461,16 @@ def run_observed_script(script: Path, arguments: Sequence[str], **options: Any) 
         observe(model, **options)
 
     setattr(DistributedDataParallel, "__init__", construct_and_observe)  # noqa: B010
-    sys.argv[:] = [str(script), *arguments]
-    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    sys.argv[:] = [script, *arguments]
+    sys.path.insert(0, os.getcwd() if is_module else os.path.dirname(os.path.abspath(script)))
+    if is_module and not _is_module(script):
+        say(f"there is no module {script!r} in {os.getcwd()}, nor among the installed ones")
+        return EXIT_BAD_INPUT
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        if is_module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
     except KeyboardInterrupt as error:
         sys.last_value = error
         raise
