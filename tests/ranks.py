@@ -10,12 +10,14 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -67,6 +69,8 @@ def as_processes(
     """Run `body(*arguments)` in `size` processes with torchrun's environment; gives what they return.
 
     The processes come from a fork server that has torch imported already, so that they start in milliseconds.
+    After a failure a rank waits for its launcher to end it, or until others need its store no more: here no
+    launcher comes, and it waits until each of the others has come so far, too, or has ended.
 
     Args:
         size: number of ranks.
@@ -79,6 +83,7 @@ def as_processes(
     context = fork_server()
     port = free_port()
     pipes, processes = [], []
+    at_work = context.Pipe(duplex=False)
     for rank in range(size):
         ours, theirs = context.Pipe(duplex=False)
         environment = {
@@ -90,12 +95,14 @@ def as_processes(
             "MASTER_PORT": str(port),
         }
         process = context.Process(
-            target=_child, args=(theirs, environment, cwd, body, arguments), daemon=True
+            target=_child, args=(theirs, at_work, environment, cwd, body, arguments), daemon=True
         )
         process.start()
         theirs.close()
         pipes.append(ours)
         processes.append(process)
+    for end in at_work:
+        end.close()
     try:
         outcomes = []
         for rank, pipe in enumerate(pipes):
@@ -121,6 +128,7 @@ def as_processes(
 
 def _child(
     pipe: Connection,
+    at_work: tuple[Connection, Connection],
     environment: Mapping[str, str],
     cwd: Path | None,
     body: Callable[..., Any],
@@ -133,7 +141,8 @@ def _child(
         os.chdir(cwd)
     outcome: tuple[Any, str | None]
     try:
-        outcome = (body(*arguments), None)
+        with _waiting_for(*at_work):
+            outcome = (body(*arguments), None)
     except BaseException:
         outcome = (None, traceback.format_exc())
     # As bytes: tensors would come as descriptors, which end with this process.
@@ -141,6 +150,22 @@ def _child(
     pipe.close()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _waiting_for(ended: Connection, at_work: Connection) -> Iterator[None]:
+    """A long sleep after a failure ends once no rank has `at_work` open any more."""
+    from ddprun.engine import failures  # which the fork server has
+
+    def sleep(seconds: float) -> None:
+        if seconds <= 1:
+            time.sleep(seconds)
+        else:
+            at_work.close()
+            ended.poll(seconds)
+
+    with at_work, mock.patch.object(failures, "time", SimpleNamespace(**{**vars(time), "sleep": sleep})):
+        yield
 
 
 def end_together(ranks: Ranks) -> None:
