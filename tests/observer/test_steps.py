@@ -299,7 +299,7 @@ class Detector(nn.Module):
         self.net = make_net()
 
     def forward(self, batch: Any, boxes: Any = None) -> Tensor:
-        images = batch["image"] if isinstance(batch, dict) else torch.stack(batch)
+        images = batch["image"] if isinstance(batch, dict) else torch.stack([*batch])
         loss: Tensor = self.net(images).square().mean()
         return loss
 
@@ -319,12 +319,16 @@ def with_lists_of_samples(folder: Path) -> None:
         model(*arguments).backward()
         optimizer.step()
         optimizer.zero_grad()
+    model(batch=images, boxes=["cat", "dog", "cow"]).backward()
+    optimizer.step()
     run.close()
 
 
 def test_samples_are_counted_in_lists_of_them(scripts: Scripts) -> None:
-    """Neither an image's channels nor all boxes of a batch are its samples; else the first tensor counts."""
-    assert [step["samples"] for step in scripts.steps("with_lists_of_samples")] == [2, 2, 2]
+    """Neither an image's channels nor all boxes of a batch are its samples; else the first tensor counts, as
+    it does where it is the first input, by name or not.
+    """
+    assert [step["samples"] for step in scripts.steps("with_lists_of_samples")] == [2, 2, 2, 2]
 
 
 def with_sparse_gradients(folder: Path) -> bool:

@@ -87,9 +87,10 @@ def _is_per_sample(value: object) -> bool:
 
 def _count_samples(inputs: Sequence[Any], options: Mapping[str, Any]) -> int:
     """How many samples a call to the model is given."""
-    if inputs and isinstance(inputs[0], Tensor):
-        return inputs[0].shape[:1].numel()
-    leaves = [leaf for one in (*inputs, *options.values()) for leaf in tree_leaves(one, _is_per_sample)]
+    given = (*inputs, *options.values())
+    if given and isinstance(given[0], Tensor):
+        return given[0].shape[:1].numel()
+    leaves = [leaf for one in given for leaf in tree_leaves(one, _is_per_sample)]
     sizes = (leaf.shape[:1].numel() for leaf in leaves if isinstance(leaf, Tensor))
     return next(map(len, filter(_is_per_sample, leaves)), next(sizes, 1))
 
