@@ -51,8 +51,9 @@ class ObserveCallback(TrainerCallback):
 
     def _note_loss(self, _: torch.nn.Module, inputs: Any, options: Mapping[str, Any], output: Any) -> None:
         loss = output.get("loss") if isinstance(output, Mapping) else None
-        if loss is not None and "num_items_in_batch" in options and torch.is_grad_enabled():
-            self.run.note_loss(loss * self._shares)  # it was divided by the number of all tokens of the step
+        divided = options.get("num_items_in_batch") is not None  # by the number of all tokens of the step
+        if loss is not None and divided and torch.is_grad_enabled():
+            self.run.note_loss(loss * self._shares)
 
     def on_train_end(self, *_: Any, **given: Any) -> None:
         """Close the run."""

@@ -229,7 +229,7 @@ class StepMarker:
                 tensor.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
         loss = output.get("loss") if isinstance(output, Mapping) else output
         # By this argument, transformers has a model divide its loss by the tokens of all batches of a step.
-        if isinstance(loss, Tensor) and not loss.dim() and "num_items_in_batch" not in options:
+        if isinstance(loss, Tensor) and not loss.dim() and options.get("num_items_in_batch") is None:
             self.note_loss(loss)
 
     def _send_buffers(self, _: object, buffers: Mapping[str, Tensor]) -> None:
