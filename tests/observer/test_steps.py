@@ -270,7 +270,9 @@ def test_uneven_batches_under_join_are_refused(scripts: Scripts) -> None:
 
 
 def with_scaled_loss(folder: Path) -> None:
-    """The loss is divided in place after it was noted; a loop over batches is left before its first pass."""
+    """The loss is divided in place after it was noted; a loop over batches is left before its first pass. An
+    evaluation notes its loss, too.
+    """
     model, optimizer = start()
     run = ddprun.observe(model, optimizer, run_dir=folder)
     for batch in run.steps([torch.ones(2, 12)] * 3):
@@ -281,6 +283,8 @@ def with_scaled_loss(folder: Path) -> None:
     for _ in run.steps([torch.ones(2, 12)]):
         break
     optimizer.step()
+    with torch.no_grad():
+        run.note_loss(model(torch.zeros(2, 12)).square().mean())
     run.close()
 
 

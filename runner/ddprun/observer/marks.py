@@ -186,10 +186,12 @@ class StepMarker:
         yield from source
 
     def note_loss(self, loss: Tensor) -> None:
-        """The mean loss of the newest forward pass, shape (), which may change in place afterwards."""
+        """The mean loss of the newest forward pass, shape (), which may change in place afterwards; that of
+        an evaluation after a step is left out.
+        """
         if loss.numel() != 1:
             raise ValueError(f"a loss is one number, got a tensor of shape {tuple(loss.shape)}")
-        if self._micro_batches:
+        if self._micro_batches and self._ended_at is None:
             own = loss.detach().clone()
             self._micro_batches[-1] = own.view(()) if own.dim() else own, self._micro_batches[-1][1]
 
