@@ -156,12 +156,16 @@ def test_who_waits_for_connections_asks_whether_a_rank_has_failed(tmp_path: Path
 def test_who_waits_for_long_asks_whether_a_rank_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A script may have caught the error, so that no connection breaks."""
-    monkeypatch.setattr(rank_watchdog, "_END_OF_RANK_S", 0.6)
+    """A script may have caught the error, so that no connection breaks. It has time to save its state."""
     asked = threading.Event()
     it = RankWatchdog(0, 60, tmp_path, lambda *_: None, lambda _: asked.set())
+    sequence = it.new_sequence("world.0", [0, 1])
+    waited = sequence.record_issued("all_reduce")
+    assert [waited.may_wait_for_failed(waited.since_us + s * 10**6) for s in (60, 600)] == [False, True]
+    waited.mark_done()
+    monkeypatch.setattr(rank_watchdog, "_END_OF_RANK_S", 0.6)
     it.start()
-    with observed_wait(it.new_sequence("world.0", [0, 1]), "all_reduce", "a sum"):
+    with observed_wait(sequence, "all_reduce", "a sum"):
         assert asked.wait(10)
     it.close()
 

@@ -32,8 +32,9 @@ _SUSPENSION_S = 1.0  # a tick that comes so late was not late: the process was s
 # Python's lock, and breaks the capture of a CUDA graph.
 _DEVICE_POLL_AGE_S = 1.0
 _ASK_EVERY_S = 1.0
-# By then the end of a rank's process has broken the others' collectives, but a script may catch its error.
-_END_OF_RANK_S = 10.0
+# By then the end of a rank's process has broken the others' collectives, but a script may catch its error. It
+# may save something then, and the end of another rank makes a launcher end it.
+_END_OF_RANK_S = 300.0
 
 _WAITS_NOTED = 4
 _REPORT_S = 10.0  # how long the handler may take
@@ -136,7 +137,7 @@ class RankWatchdog(CollectiveObserver):
         handler: called once, on the watchdog's thread, when a collective is overdue on this rank, or when
             another rank of this host has found that out; with what this rank waits for, oldest first.
         end_after_failure: called on the watchdog's thread, every second in which this rank waits for others
-            before there are connections to them, or has waited for 10 s, with what it waits for. It ends the
+            before there are connections to them, or has waited for 5 min, with what it waits for. It ends the
             process if a rank has failed.
     """
 
