@@ -265,6 +265,10 @@ def by_name(name, optimizer, length):
     return {"linear": LinearLR}[name](optimizer, total_iters=length)
 
 
+def by_place(optimizer, /, length):
+    return LinearLR(optimizer, total_iters=length)
+
+
 class Follows(LRScheduler):
     \"\"\"By what steps leave in the optimizer, and with a hook on them.\"\"\"
 
@@ -290,6 +294,7 @@ stages:
   - train: {steps: 3, schedule: own_schedules.Follows}
   - train: {steps: 3, evaluate: {every: 1}, schedule: {own_schedules.ByRatio: {}, metric: loss}}
   - train: {steps: 3, schedule: {own_schedules.by_name: {name: linear, length: 3}}}
+  - train: {steps: 3, schedule: {own_schedules.by_place: {length: 3}}}
 """
 
 
@@ -306,7 +311,7 @@ def test_schedules_that_are_tried_leave_no_trace(tmp_path: Path, monkeypatch: py
     settings = settings_of_stages(loaded, model, turns, optimizer)
     before = repr((vars(optimizer), settings))
     found = try_schedules(loaded, feeds, optimizer, settings)
-    assert [schedule.last_epoch for schedule in found.values()] == [1, 0, 0, 0]
+    assert [schedule.last_epoch for schedule in found.values()] == [1, 0, 0, 0, 0]
     assert repr((vars(optimizer), settings)) == before
 
 

@@ -177,12 +177,13 @@ class ChoiceBuilder:
         """A factory of objects over `value`, given as `argument` or, if free, as the first one."""
         target = self.import_target()
         try:
-            names = list(inspect.signature(target).parameters)
+            takes = dict(inspect.signature(target).parameters)
         except (TypeError, ValueError):
-            names = []
-        if argument in names:
+            takes = {}
+        first = [name for name, one in takes.items() if one.kind is not one.KEYWORD_ONLY][:1]
+        if argument in takes and argument not in first:
             self.options = {argument: value, **self.options}
-        elif not names or names[0] not in self.options:
+        elif next(iter(takes), None) not in self.options:
             return functools.partial(self.bound_callable(value), value)
         return self.bound_callable()
 
