@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -72,9 +73,12 @@ _THEN = ("engine", "sync", "hooks")
 
 @pytest.fixture(autouse=True)
 def keep_environment() -> Iterator[None]:
-    """What code under test sets in the environment, such as an interface for Gloo, ends with the test."""
-    before = dict(os.environ)
+    """What code under test sets in the environment, such as an interface for Gloo, or adds to `sys.path`,
+    such as a pipeline's folder, ends with the test.
+    """
+    before, path = dict(os.environ), [*sys.path]
     yield
+    sys.path[:] = path
     for name in os.environ.keys() | before.keys():
         if name not in before:
             del os.environ[name]
