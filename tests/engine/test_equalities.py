@@ -225,6 +225,24 @@ stages: [{{train: {{epochs: 1}}}}, save]
 """
 
 
+def train_experts(batch_size: int, frozen_steps: int = 0) -> tuple[dict[str, torch.Tensor], list[set[int]]]:
+    """Weights trained by one process that has the whole batch, and the experts that each step asked for. The
+    head is frozen in the first steps.
+    """
+    scope: dict[str, Any] = {}
+    exec(compile(EXPERTS, "experts", "exec"), scope)
+    torch.manual_seed(1)
+    model, asked_for = scope["Experts"](), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    for step, batch in enumerate(DataLoader(scope["Samples"](), batch_size=batch_size)):
+        model.head.requires_grad_(step >= frozen_steps)
+        asked_for.append(set(batch["expert"].tolist()))
+        model(**batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict(), asked_for
+
+
 @pytest.mark.parametrize("view", ["true", "false"])
 @pytest.mark.parametrize("accumulate", [2, 4])
 def test_parameters_that_some_micro_steps_use_count_whole(tmp_path: Path, accumulate: int, view: str) -> None:
@@ -233,19 +251,9 @@ def test_parameters_that_some_micro_steps_use_count_whole(tmp_path: Path, accumu
     """
     (tmp_path / "experts.py").write_text(EXPERTS)
     ours = weights(run_pipeline(tmp_path, UNUSED.format(accumulate=accumulate, view=view), 2))
-    scope: dict[str, Any] = {}
-    exec(compile(EXPERTS, "experts", "exec"), scope)
-    torch.manual_seed(1)
-    model, size = scope["Experts"](), 2 * 2 * accumulate
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-    asked_for = []
-    for batch in DataLoader(scope["Samples"](), batch_size=size):
-        asked_for.append(set(batch["expert"].tolist()))
-        model(**batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    expected, asked_for = train_experts(2 * 2 * accumulate)
     assert any(not {0, 1, 2, 3, 4} <= one for one in asked_for)
-    for name, value in model.state_dict().items():
+    for name, value in expected.items():
         assert (ours[name] - value).abs().max() < 1e-12, name
 
 
@@ -255,17 +263,8 @@ def test_experts_rest_after_a_stage_with_other_frozen_parameters(tmp_path: Path)
     stages = "{train: {steps: 9, freeze: [head.*]}}, {train: {steps: 9}}"
     text = UNUSED.format(accumulate=2, view="true").replace("{train: {epochs: 1}}", stages)
     ours = weights(run_pipeline(tmp_path, text, 2))
-    scope: dict[str, Any] = {}
-    exec(compile(EXPERTS, "experts", "exec"), scope)
-    torch.manual_seed(1)
-    model = scope["Experts"]()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-    for step, batch in enumerate(DataLoader(scope["Samples"](), batch_size=8), start=1):
-        model.head.requires_grad_(step > 9)
-        model(**batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for name, value in model.state_dict().items():
+    expected, _ = train_experts(8, frozen_steps=9)
+    for name, value in expected.items():
         assert (ours[name] - value).abs().max() < 1e-12, name
 
 
