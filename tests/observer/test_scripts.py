@@ -109,6 +109,25 @@ def test_a_script_that_imports_observe_late_draws_its_own_numbers() -> None:
     assert done.stdout == "True\n"
 
 
+@pytest.mark.parametrize(
+    ("module", "code", "told"),
+    [
+        ("nowhere.train", 2, "ddprun: Error while finding module specification for 'nowhere.train'"),
+        ("package", 2, "ddprun: No module named package.__main__; 'package' is a package"),
+        ("package.train", 1, "ModuleNotFoundError: No module named 'missing'"),
+    ],
+)
+def test_a_module_that_cannot_be_run_is_named(tmp_path: Path, module: str, code: int, told: str) -> None:
+    """An error of its own code keeps its traceback."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "package" / "train.py").write_text("import missing")
+    done = ddprun("observe", "-m", module, cwd=tmp_path)
+    assert done.code == code
+    assert told in done.stderr
+    assert ("Traceback" in done.stderr) == (code == 1)
+
+
 def test_a_script_without_ddp_is_told(tmp_path: Path) -> None:
     """It runs all the same."""
     (tmp_path / "plain.py").write_text("print('hello')")

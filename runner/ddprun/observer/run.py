@@ -5,7 +5,6 @@
 
 import atexit
 import functools
-import importlib.util
 import itertools
 import json
 import os
@@ -441,12 +440,6 @@ class ObservedRun:
 observe = ObservedRun
 
 
-def _is_module(name: str) -> bool:
-    with suppress(ModuleNotFoundError):  # of a package around it
-        return importlib.util.find_spec(name) is not None
-    return False
-
-
 def run_observed_script(script: str, is_module: bool, arguments: Sequence[str], **options: Any) -> int:
     """Run a script as `python script arguments…` would, or a module as `python -m`, with `observe(model,
     **options)` for its first DistributedDataParallel; gives the exit code. The constructor of that class is
@@ -463,9 +456,6 @@ def run_observed_script(script: str, is_module: bool, arguments: Sequence[str], 
     setattr(DistributedDataParallel, "__init__", construct_and_observe)  # noqa: B010
     sys.argv[:] = [script, *arguments]
     sys.path.insert(0, os.getcwd() if is_module else os.path.dirname(os.path.abspath(script)))
-    if is_module and not _is_module(script):
-        say(f"there is no module {script!r} in {os.getcwd()}, nor among the installed ones")
-        return EXIT_BAD_INPUT
     try:
         if is_module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
@@ -475,6 +465,10 @@ def run_observed_script(script: str, is_module: bool, arguments: Sequence[str], 
         sys.last_value = error
         raise
     except Exception as error:
+        *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
+        if innermost.f_globals is vars(runpy):  # which has found nothing that can be run
+            say(str(error))
+            return EXIT_BAD_INPUT
         sys.last_value = error  # as the interpreter does when nobody catches an exception
         sys.excepthook(type(error), error, error.__traceback__)
         return EXIT_FAILURE
