@@ -261,7 +261,6 @@ def over_a_link(
     steps: int = 12,
     late_us: int = 0,
     longer_us: int = 0,
-    cores: float = 1.0,
     every: int = 1,
 ) -> Path:
     """A run of a rank on each of two hosts, whose link carries one bucket after the other.
@@ -274,7 +273,6 @@ def over_a_link(
         steps: how many.
         late_us: how much later rank 1 has bucket 2, and all behind it, ready.
         longer_us: how much longer bucket 1 is under way than the link takes for it.
-        cores: the share of one that each rank has while it does not wait.
         every: how manieth step exchanges anything.
     """
     for kind in ("steps", "buckets"):
@@ -311,7 +309,7 @@ def over_a_link(
             record = step_record(rank, step, None, 0.0) | {"loss": 1.0, "mean_loss": 1.0, "laps": []}
             record |= dict.fromkeys(PARTS, 0) | {"backward_us": own, "optimizer_us": 5000}
             record |= {"exposed_wait_us": late_wait, "exposed_wire_us": end - own - late_wait}
-            record |= {"start_us": start, "step_us": end + 5000, "cpu_us": round(cores * (own + 5000))}
+            record |= {"start_us": start, "step_us": end + 5000, "cpu_us": own + 5000}
             record["waits"] = [[start + own, start + end]] if end > own else []
             lines.append(record)
             start += end + 5000

@@ -88,16 +88,6 @@ def test_exchange_that_overlaps_with_later_steps_is_compared(tmp_path: Path) -> 
     assert stage.buckets == {f"delta {n}": (ends, ends) for n, ends in enumerate(ENDS)}
 
 
-def test_too_few_cores_are_named_where_a_step_took_longer(tmp_path: Path) -> None:
-    """Where ranks computed for much less time than they worked."""
-    few = over_a_link(tmp_path / "few", late_us=50_000, cores=0.5)
-    told = "Ranks share too few cores: each had a core for 50% of the time in which it did not wait."
-    assert compared(few, predicted()).sentences[1].endswith(f" {told}")
-    assert "cores" not in compared(few, predicted(step_us=500_000)).sentences[1], "it took less"
-    enough = over_a_link(tmp_path / "enough", late_us=50_000)
-    assert "cores" not in compared(enough, predicted()).sentences[1]
-
-
 def test_without_a_prediction_the_page_has_no_such_part(tmp_path: Path) -> None:
     assert main(["report", str(over_a_link(tmp_path / "run")), "--no-trace"]) == 0
     assert "Predicted and measured" not in words((tmp_path / "run" / "report.html").read_text())

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from statistics import fmean, median
+from statistics import fmean
 from typing import IO, Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, Field
@@ -28,9 +28,6 @@ _STEP_PARTS = ("own work", "hooks", "waiting for the last rank", "waiting for th
 """What a training thread spends a step on; the last is all of it."""
 
 _NOTABLE_DIFFERENCE = 0.1  # a share of what was predicted: of a larger one the part is named
-_STARVED_CPU_SHARE = 0.8
-"""If ranks had a core for less than this share of the time in which they did not wait, that is named where a
-step took longer."""
 
 
 class BucketTimes(NamedTuple):
@@ -160,16 +157,6 @@ class MeasuredStage:
         counted = without_outliers(rows, lambda row: row[0])
         return dict(zip(_STEP_PARTS, map(fmean, zip(*counted, strict=True)), strict=True)) if counted else {}
 
-    @property
-    def cpu_share_while_working(self) -> float:
-        """The share of the time without waiting in which ranks' processes had a core; 1 if not known."""
-        shares: list[float] = []
-        for line in (line for lines in self.step_records.values() for line in lines):
-            working_us = line.step_us - line.exposed_wait_us - line.exposed_wire_us
-            if line.cpu_us > 0 < working_us:
-                shares.append(line.cpu_us / working_us)
-        return median(shares or [1.0])
-
     def compare_with(self, prediction: PredictionFile) -> StageComparison:
         """Compare the stage with a prediction, if that is of the same stage."""
         started = self.digest.run.started
@@ -216,7 +203,7 @@ class MeasuredStage:
         parts = {part: (us, measured[part]) for part, us in one.predicted.step_parts.items()}
         return StageComparison(
             self.stage.name,
-            [text, _difference_sentence(parts, self.cpu_share_while_working)],
+            [text, _difference_sentence(parts)],
             parts,
             {name: (predicted.get(name), seen.get(name)) for name in {**predicted, **seen}},
         )
@@ -253,7 +240,7 @@ def compare_stages(digest: RunDigest, prediction: PredictionFile) -> list[StageC
     return [one.compare_with(prediction) for one in found.values() if one.step_records]
 
 
-def _difference_sentence(parts_us: Mapping[str, tuple[float, float]], cpu_share: float) -> str:
+def _difference_sentence(parts_us: Mapping[str, tuple[float, float]]) -> str:
     """Whether the step differs much from its prediction, and which of its parts does most."""
     more_us = {part: measured - predicted for part, (predicted, measured) in parts_us.items()}
     total_us = more_us.pop("step")
@@ -262,8 +249,4 @@ def _difference_sentence(parts_us: Mapping[str, tuple[float, float]], cpu_share:
     sign = math.copysign(1.0, total_us)
     most = max(more_us, key=lambda part: more_us[part] * sign)
     by = format_duration(1e-6 * abs(more_us[most]))
-    text = f"The part that {'grew' if total_us > 0 else 'shrank'} most is {most}, by {by}."
-    if total_us > 0 and cpu_share < _STARVED_CPU_SHARE:
-        text += f" Ranks share too few cores: each had a core for {cpu_share:.0%} of the time in which it did"
-        text += " not wait."
-    return text
+    return f"The part that {'grew' if total_us > 0 else 'shrank'} most is {most}, by {by}."
