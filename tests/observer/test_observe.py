@@ -117,7 +117,6 @@ def test_summary_records_and_report_agree(runs: Runs) -> None:
             1e6 * sum(means) / 2 / UPDATES, rel=1e-4
         )
         assert digest.steps_per_s == pytest.approx(found["steps_per_s"], rel=1e-4)
-        assert digest.stages[0].synced_steps == UPDATES
         assert digest.stages[0].hooks == tuple([] if name == "plain" else ["fp16"])
         assert events(runs[0] / name, "started")[0]["buckets"][0]["numel"] == NUMEL
 

@@ -216,7 +216,6 @@ class StageDigest:
     first_step: int  # that was recorded
     last_step: int
     times: StepTimes
-    synced_steps: int  # recorded steps in which ranks exchanged something
     traffic: list[Traffic] = field(default_factory=list)
     buckets: list[Traffic] = field(default_factory=list)
     step_percentiles_ms: Mapping[str, float] = field(default_factory=dict)  # over steps; mean over ranks
@@ -382,11 +381,9 @@ def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> Ru
                 about = line.stage, started.kind, started.sync, started.hooks
                 times = StepTimes([Counter() for _ in run.ranks])
                 stage = stages_by_index[line.stage] = StageDigest(
-                    *about, step, step, times, synced_steps=0, turns=started.turns
+                    *about, step, step, times, turns=started.turns
                 )
             stage.first_step, stage.last_step = min(stage.first_step, step), max(stage.last_step, step)
-            # The loss of a script may not be known; then only a wait shows that ranks exchanged something.
-            stage.synced_steps += position == 0 and (exchanged or bool(line.waits))
             if is_timed(step):
                 us = {part: getattr(line, part) for part in _STEP_AND_PARTS}
                 stage.times.total_us_by_rank[position].update(us, steps=1, samples=line.samples)

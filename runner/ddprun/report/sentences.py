@@ -19,7 +19,6 @@ _MIN_STAGE_SHARE = 0.1  # a stage that took less of the time of all steps has no
 _ADVICE_THRESHOLD = 0.15  # a share of a step's time that is worth a change
 _BALANCE_THRESHOLD = 0.1
 _MIN_STRAGGLER_WAIT_SHARE = 0.25  # of all waiting: a late rank that causes less is not what to begin with
-_STRAGGLER_WINDOW_STEPS = 20  # synchronising steps that stragglers are looked for in, by default
 _MIN_SPLIT_BYTES = 1 << 20  # of a bucket: a smaller one would gain little from being split
 _STRAGGLER_ADVICE = {  # for all causes but `data`
     "forward": "a look at what else runs on the late rank's cores or GPU, and at inputs that take longer",
@@ -123,7 +122,7 @@ def sentences_by_stage(digest: RunDigest) -> dict[str, list[str]]:
         late_ranks = straggler_totals(one for one in digest.run.stragglers if first <= one.first_step <= last)
         found[stage.name if len(digest.stages) > 1 else ""] = [
             time_breakdown(stage.times),
-            _straggler_sentence(digest, stage, late_ranks),
+            _straggler_sentence(digest, late_ranks),
             *_hook_sentences(digest, stage),
             *_advice(digest, stage, late_ranks),
         ]
@@ -159,13 +158,11 @@ def time_breakdown(times: StepTimes) -> str:
     return f"{text}: {listed}."
 
 
-def _straggler_sentence(digest: RunDigest, stage: StageDigest, late_ranks: Sequence[StragglerTotal]) -> str:
+def _straggler_sentence(digest: RunDigest, late_ranks: Sequence[StragglerTotal]) -> str:
     if digest.run.most_ranks < 2:
         return "There was one rank, so no rank waited for another."
-    if not late_ranks and _steps_with_exchange(digest, stage) < _STRAGGLER_WINDOW_STEPS:
-        return "Ranks synchronised too rarely, or in too few steps, to tell whether one was late."
     if not late_ranks:
-        return "No rank was late for long."
+        return "No rank was late for long enough to be named."
     worst, *rest = late_ranks
     params = ", ".join(worst.params[:3]) + (" …" if len(worst.params) > 3 else "")
     bucket = "" if worst.bucket is None else f", before bucket {worst.bucket} ({params})"
@@ -175,16 +172,6 @@ def _straggler_sentence(digest: RunDigest, stage: StageDigest, late_ranks: Seque
         f"Rank {worst.rank} was {worst.late_us / 1000:.1f} ms late in {worst.cause}{bucket}, {worst.when()}, "
         f"and the others waited for it{others}."
     )
-
-
-def _steps_with_exchange(digest: RunDigest, stage: StageDigest) -> int:
-    """In about how many steps ranks exchanged something; stragglers are looked for in those without a record,
-    too.
-    """
-    stride, every = digest.run.stride, stage.policy[1].get("every")
-    if stride > 1 and isinstance(every, int):  # the records may all be of steps with an exchange
-        return (stage.last_step - stage.first_step + stride) // max(1, every)
-    return stage.synced_steps * stride
 
 
 @dataclass(frozen=True, slots=True)
