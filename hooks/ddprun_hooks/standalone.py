@@ -55,20 +55,23 @@ class Handle(BucketDispatcher):
         model: DistributedDataParallel,
         exchange: Exchange,
         stack: Stack,
-        scaler: torch.amp.GradScaler | None,
     ) -> None:
-        self.exchange, self._control = exchange, exchange.control
+        self._model, self.exchange, self._control = model, exchange, exchange.control
         self._all_reduce_stack = Stack([])
         self._passes_until_layout = 3 if model.static_graph else 2
-        self._scaler = scaler
+        self._scaler: torch.amp.GradScaler | None = None
         self._last_scale = 0.0
         self._noted_scale: tuple[int, DeferredScalar] | None = None  # the scale's version and value
-        if scaler is not None:
-            model.register_forward_pre_hook(self._note_scale)
         self.warns_of_overflow = bool(stack.names)  # until it has
         self.on_backward: Callable[[], None] | None = None  # is called when a pass has its first bucket
         self._traces_with_findings: list[BucketTrace[Any]] = []  # hooks may have found something in them
         super().__init__(model, exchange.gradient_queue, stack)
+
+    def use_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        """From the next forward pass on, hooks see the gradients of losses that it scales unscaled."""
+        if scaler is not None and scaler.is_enabled():
+            self._scaler = scaler
+            self._model.register_forward_pre_hook(self._note_scale)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank's hooks, by hook and parameter name. Each rank has its own state."""
@@ -138,7 +141,7 @@ class Handle(BucketDispatcher):
                 text = f"bucket {bucket} overflowed in {hook}: finite gradients came back as infinity"
                 warnings.warn(f"{text}; use bf16, or a smaller loss", stacklevel=2)
         self.traces.clear()
-        if self._scaler is None:
+        if self._scaler is None or self._scaler._scale is None:  # it has not scaled a loss yet
             return
         # A smaller scale says that GradScaler has skipped a step.
         scale = self._scale_now()
@@ -173,7 +176,7 @@ class PlainHandle(Handle):
     _queue: HostCommQueue
 
     def _attach(self, model: DistributedDataParallel) -> None:
-        self._model, self._ddp_group = model, model.process_group
+        self._ddp_group = model.process_group
         self._next_bucket = 0
         self._in_flight: list[AllReduceInFlight] = []  # of the backward pass
         self._group = AllReduceGroup(self._ddp_group, self._all_reduce)
@@ -242,7 +245,9 @@ def register(
         DisagreementError: the ranks were given different hooks; the error names the ranks.
     """
     check_model(model)
-    return attach(model, make_stack(hooks), open_control_channel(timeout), scaler=scaler, timeout=timeout)
+    handle = attach(model, make_stack(hooks), open_control_channel(timeout), timeout=timeout)
+    handle.use_scaler(scaler)
+    return handle
 
 
 def check_model(model: DistributedDataParallel) -> None:
@@ -270,15 +275,14 @@ def attach(
     stack: Stack,
     control: ControlChannel,
     *,
-    scaler: torch.amp.GradScaler | None,
     timeout: timedelta,
     observer: CollectiveObserver = NULL_OBSERVER,
     sends_buffers: bool = False,
     notes_buckets: bool = False,
 ) -> Handle:
-    """As `register`, with a stack and a control channel that exist, and an `observer` of the collectives. If
-    it `sends_buffers`, the exchange's plain queue can be used. `notes_buckets`: the caller calls
-    `note_buckets`, so that a model in host memory without hooks can have a `PlainHandle`.
+    """As `register`, with a stack and a control channel that exist, and an `observer` of the collectives,
+    without a scaler. If it `sends_buffers`, the exchange's plain queue can be used. `notes_buckets`: the
+    caller calls `note_buckets`, so that a model in host memory without hooks can have a `PlainHandle`.
     """
     control.check_agreement("the hooks", stack.description)
     device = device_of(model)
@@ -298,7 +302,7 @@ def attach(
     _groups_kept[:] = [dist.group.WORLD, exchange]
     plain = notes_buckets and not stack.names and device.type == "cpu"
     make = PlainHandle if plain else Handle
-    return make(model, exchange, stack, scaler if scaler is not None and scaler.is_enabled() else None)
+    return make(model, exchange, stack)
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -79,7 +79,7 @@ def two_ranks() -> Results:
         reads_as_on_a_device,
         with_objects,
         with_scaler,
-        with_disabled_scaler,
+        with_unused_scaler,
         scale_reads,
         rebuilt,
     )
@@ -345,9 +345,9 @@ def test_a_step_that_the_scaler_skips_leaves_the_hooks_state(two_ranks: Results)
         assert 0 < largest < 1e-3
 
 
-def with_disabled_scaler() -> tuple[list[Tensor], list[Tensor]]:
+def with_unused_scaler() -> list[list[Tensor]]:
     found = []
-    for scaler in (None, torch.amp.GradScaler("cpu", enabled=False)):
+    for scaler in (None, torch.amp.GradScaler("cpu", enabled=False), torch.amp.GradScaler("cpu")):
         model, optimizer = start()
         ddprun_hooks.register(model, ["fp16"], scaler=scaler)
         for step in range(3):
@@ -355,13 +355,14 @@ def with_disabled_scaler() -> tuple[list[Tensor], list[Tensor]]:
             optimizer.step()
             optimizer.zero_grad()
         found.append([param.detach() for param in model.parameters()])
-    return found[0], found[1]
+    return found
 
 
-def test_a_disabled_scaler_is_none(two_ranks: Results) -> None:
-    """As `GradScaler()` is on a machine without a GPU: it has no scale that could be noted."""
-    for without, disabled in two_ranks(with_disabled_scaler):
-        assert all(torch.equal(a, b) for a, b in zip(without, disabled, strict=True))
+def test_a_scaler_that_scales_no_loss_is_none(two_ranks: Results) -> None:
+    """A disabled one, as `GradScaler()` is on a machine without a GPU, or one that is not used."""
+    for without, *found in two_ranks(with_unused_scaler):
+        for params in found:
+            assert all(torch.equal(a, b) for a, b in zip(without, params, strict=True))
 
 
 def rebuilt() -> str:

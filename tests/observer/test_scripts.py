@@ -31,7 +31,11 @@ store, rank, size = next(dist.rendezvous("env://"))
 store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
 torch.manual_seed(0)
+if what == "scale":
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
 model = DistributedDataParallel(nn.Linear(8, 2))
+if what == "scale late":
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 if what == "fail at the end":
     from ddprun.observer import run
@@ -57,7 +61,13 @@ for step in range(30):
         if what == "barrier":
             dist.barrier()
     optimizer.zero_grad()
-    model(torch.ones(4, 8)).square().mean().backward()
+    loss = model(torch.ones(4, 8)).square().mean()
+    if what.startswith("scale"):
+        scaler.scale(loss * (float("inf") if step == 9 else 1.0)).backward()
+        scaler.step(optimizer)  # not in step 10
+        scaler.update()
+        continue
+    loss.backward()
     optimizer.step()
 if what == "fail at the end" and dist.get_rank() == 1:
     raise ValueError("a broken sample")
@@ -81,12 +91,14 @@ def left(folder: Path, rank: int = 0, run: str = "run") -> tuple[dict[str, Any],
     return json.loads((folder / run / "summary.json").read_text()), list(map(json.loads, lines))
 
 
-@pytest.mark.parametrize("script", [["own.py"], ["-m", "own"]])
+@pytest.mark.parametrize("script", [["own.py", "scale"], ["-m", "own", "scale late"]])
 def test_a_script_that_is_not_changed_is_observed(tmp_path: Path, script: list[str]) -> None:
-    """With its arguments, and to its end, though it closes nothing and destroys its process groups."""
+    """With its arguments and its scaler, and to its end, though it closes nothing and destroys its process
+    groups.
+    """
     pytest.importorskip("prometheus_client")
     command = ["-m", "ddprun", "observe", "--run-dir", "run", "--track", "[prometheus]"]
-    done = torchrun(tmp_path, *command, *script, "train")
+    done = torchrun(tmp_path, *command, *script)
     assert done.code == 0, done.stderr
     assert "observing own, in run" in done.stderr
     assert "30 steps observed: ddprun report run" in done.stderr

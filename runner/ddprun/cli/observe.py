@@ -39,8 +39,9 @@ def observe(
     """Run your own training script under torchrun, and record its steps like those of a pipeline.
 
     `torchrun --nproc-per-node 2 -m ddprun observe train.py --lr 0.1` does for train.py what a call of
-    `ddprun.observe` in it would do, for the first DistributedDataParallel that it makes. That class's
-    constructor is replaced in this process until then; nothing else is. The exit code is the script's.
+    `ddprun.observe` in it would do, for the first DistributedDataParallel and GradScaler that it makes. The
+    constructors of these classes are replaced in this process until then; nothing else is. The exit code is
+    the script's.
     """
     if not is_module and not os.path.isfile(script):
         raise click.BadParameter(f"there is no file {script!r}", param_hint="SCRIPT")

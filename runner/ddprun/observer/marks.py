@@ -127,12 +127,12 @@ class StepMarker:
         recorder: StepRecorder,
         watchdog: RankWatchdog,
         optimized: Iterable[Tensor],
-        scaler: torch.amp.GradScaler | None,
         after_step: Callable[[bool, Any], None],
         before_forward: Callable[[], None],
     ) -> None:
         self.step = 0  # steps that are over
-        self._handle, self._recorder, self._watchdog, self._scaler = handle, recorder, watchdog, scaler
+        self.scaler: torch.amp.GradScaler | None = None
+        self._handle, self._recorder, self._watchdog = handle, recorder, watchdog
         self._after_step, self._before_forward = after_step, before_forward
         self._optimized = {id(param) for param in optimized}
         self._running = self._updated = self._exchanged = self._in_closure = False
@@ -369,5 +369,5 @@ class StepMarker:
 
     def _version_of_scale(self) -> int:
         """Counts `GradScaler.update`, which comes after each step, whether the optimizer took it or not."""
-        scale = getattr(self._scaler, "_scale", None)  # one that is disabled has none
+        scale = getattr(self.scaler, "_scale", None)  # one that is disabled has none
         return 0 if scale is None else scale._version

@@ -12,7 +12,7 @@ import runpy
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -185,8 +185,6 @@ class ObservedRun:
                 model,
                 stack,
                 control,
-                # Without hooks nothing looks at a gradient, which stays as the script has scaled it.
-                scaler=scaler if stack.names else None,
                 timeout=ranks.timeout,
                 observer=watchdog,
                 sends_buffers=sends_buffers(model),
@@ -220,7 +218,8 @@ class ObservedRun:
             # By which the script's optimizers are known.
             params = model.parameters() if optimizer is None else itertools.chain(*of_groups)
             calls = self.after_step, self.meet_if_due
-            self.marks = StepMarker(self.hooks, recorder, watchdog, params, scaler, *calls)
+            self.marks = StepMarker(self.hooks, recorder, watchdog, params, *calls)
+            self.use_scaler(scaler)
             context.reporter, context.step = reporter, lambda: self.marks.step
             stage = StageStarted(stage=0, sync=_SYNC, hooks=tuple(stack.names))
             for event in (recorder.compare_clocks(), stage):
@@ -235,6 +234,12 @@ class ObservedRun:
                 info = RunInfo(name, self.folder, about, Path.cwd())
                 open_trackers(settings, trackers, info, reporter, recorder, in_script=True)
             undo.pop_all()
+
+    def use_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        """As the argument `scaler` does, for one that is made later."""
+        self.marks.scaler = scaler
+        if self.hooks.stack.names:  # else gradients stay as the script has scaled them
+            self.hooks.use_scaler(scaler)
 
     def steps(self, loader: Iterable[_T]) -> TimedLoader[_T]:
         """Wrap a data loader, for one epoch or all: the time for each batch is then recorded as `data_us`.
@@ -440,20 +445,39 @@ class ObservedRun:
 observe = ObservedRun
 
 
-def run_observed_script(script: str, is_module: bool, arguments: Sequence[str], **options: Any) -> int:
-    """Run a script as `python script arguments…` would, or a module as `python -m`, with `observe(model,
-    **options)` for its first DistributedDataParallel; gives the exit code. The constructor of that class is
-    replaced in this process, until it has been called.
-    """
-    construct: Any = DistributedDataParallel.__init__
+def _call_with_first(kind: Any, call: Callable[[Any], None]) -> None:
+    """Call `call` with the next object of this class, and replace its constructor until that is made."""
+    construct = kind.__init__
 
     @functools.wraps(construct)
-    def construct_and_observe(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-        construct(model, *args, **kwargs)
-        setattr(DistributedDataParallel, "__init__", construct)  # noqa: B010
-        observe(model, **options)
+    def construct_and_call(made: Any, *args: Any, **kwargs: Any) -> None:
+        construct(made, *args, **kwargs)
+        kind.__init__ = construct
+        call(made)
 
-    setattr(DistributedDataParallel, "__init__", construct_and_observe)  # noqa: B010
+    kind.__init__ = construct_and_call
+
+
+def run_observed_script(script: str, is_module: bool, arguments: Sequence[str], **options: Any) -> int:
+    """Run a script as `python script arguments…` would, or a module as `python -m`, with `observe(model,
+    **options)` for its first DistributedDataParallel, and its first GradScaler; gives the exit code. The
+    constructors of these classes are replaced in this process, until they have been called.
+    """
+    run: ObservedRun | None = None
+    scaler: torch.amp.GradScaler | None = None
+
+    def observe_model(model: DistributedDataParallel) -> None:
+        nonlocal run
+        run = observe(model, scaler=scaler, **options)
+
+    def use_scaler(made: torch.amp.GradScaler) -> None:
+        nonlocal scaler
+        scaler = made
+        if run is not None:
+            run.use_scaler(scaler)
+
+    _call_with_first(DistributedDataParallel, observe_model)
+    _call_with_first(torch.amp.GradScaler, use_scaler)
     sys.argv[:] = [script, *arguments]
     sys.path.insert(0, os.getcwd() if is_module else os.path.dirname(os.path.abspath(script)))
     try:
@@ -472,6 +496,6 @@ def run_observed_script(script: str, is_module: bool, arguments: Sequence[str], 
         sys.last_value = error  # as the interpreter does when nobody catches an exception
         sys.excepthook(type(error), error, error.__traceback__)
         return EXIT_FAILURE
-    if DistributedDataParallel.__init__ is construct_and_observe:
+    if run is None:
         say(f"{script} made no DistributedDataParallel, so nothing was observed")
     return EXIT_SUCCESS
