@@ -105,8 +105,8 @@ def test_the_runs_can_be_reported(runs: Path) -> None:
 
 
 def train_one_after_another(folder: Path) -> list[list[int]]:
-    """Four Trainers of one model, as they call their callbacks; each trains twice. Gives the samples of the
-    steps of each `train`.
+    """Four Trainers of one model, as they call their callbacks; each trains three times, and the second time
+    fails. Gives the samples of the steps of each `train`.
     """
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
@@ -114,26 +114,27 @@ def train_one_after_another(folder: Path) -> list[list[int]]:
 
     os.chdir(folder)
     dist.init_process_group("gloo")
-    net, found = nn.Linear(3, 2), list[list[int]]()
+    net, folders = nn.Linear(3, 2), list[Path]()
     given = TrainingArguments(str(folder / "out"), use_cpu=True), TrainerState(), TrainerControl()
     callbacks = [ObserveCallback(name=str(number)) for number in range(4)]
     for callback in callbacks:
         model = DistributedDataParallel(net)
-        for _ in range(2):
+        for fails in (False, True, False):
             optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
             callback.on_train_begin(*given, model=net, optimizer=optimizer)
             for _ in range(2):
                 model(torch.ones(4, 3)).sum().backward()
                 optimizer.step()
-            callback.on_train_end(*given)
-            found.append([step["samples"] for step in records(callback.run.folder, "steps", 0)])
-    return found
+            if not fails:
+                callback.on_train_end(*given)
+            folders.append(callback.run.folder)
+    return [[step["samples"] for step in records(folder, "steps", 0)] for folder in folders]
 
 
 def test_each_train_is_observed(tmp_path: Path) -> None:
     """With the DistributedDataParallel that it trains, though earlier ones have the same model."""
     pytest.importorskip("transformers")
-    assert as_processes(1, train_one_after_another, tmp_path)[0] == [[4, 4]] * 8
+    assert as_processes(1, train_one_after_another, tmp_path)[0] == [[4, 4]] * 12
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)

@@ -37,6 +37,8 @@ class ObserveCallback(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **given: Any) -> None:
         """The model is in DDP by now."""
+        if hasattr(self, "run"):
+            self.on_train_end()  # of a `train` that an exception has ended
         inner, optimizer = given["model"], given["optimizer"]
         model: Any = self._wrappers.get(inner, lambda: inner)()
         self.run = observe(model, optimizer, scaler=getattr(optimizer, "scaler", None), **self._options)
