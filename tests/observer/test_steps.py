@@ -327,7 +327,7 @@ def with_lists_of_samples(folder: Path) -> None:
     calls: list[tuple[Any, ...]] = [
         ([*images], [{"boxes": torch.ones(5, 4)}] * 2),
         (named | {"image": images},),
-        ({"image": images, "boxes": torch.ones(7, 4)},),
+        ({"image": images, "boxes": [torch.ones(7, 4)] * 3},),
     ]
     run = ddprun.observe(model, optimizer, run_dir=folder)
     for arguments in calls:
