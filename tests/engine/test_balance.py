@@ -100,10 +100,14 @@ def balanced_steps(group: RankGroup, kind: type[Ids | Stream], workers: int) -> 
 def test_each_sample_counts_once_in_an_epoch_whatever_the_shares(
     kind: type[Ids | Stream], workers: int
 ) -> None:
-    """Shares that change between steps, uneven ends, accumulation; every rank knows each step's total."""
+    """Shares that change between steps and hold from the next one on, uneven ends, accumulation; every rank
+    knows each step's total.
+    """
     for of_ranks in zip(*on_ranks(3, balanced_steps, kind, workers), strict=True):
         (size, drop_last, _), seen = of_ranks[0], list[int]()
-        for steps in zip(*(steps for *_, steps in of_ranks), strict=True):
+        for done, steps in enumerate(zip(*(steps for *_, steps in of_ranks), strict=True)):
+            counts = [tuple(len(batch) for batch, _ in micros) for micros in zip(*steps, strict=True)]
+            assert {count for count in counts if sum(count) == 12} <= {alternate(done)}
             ids = [i for micros in steps for batch, _ in micros for i in batch]
             assert {total for micros in steps for _, total in micros} == {len(ids)}
             seen += ids
