@@ -32,9 +32,6 @@ _SUSPENSION_S = 1.0  # a tick that comes so late was not late: the process was s
 # Python's lock, and breaks the capture of a CUDA graph.
 _DEVICE_POLL_AGE_S = 1.0
 _ASK_EVERY_S = 1.0
-# By then the end of a rank's process has broken the others' collectives, but a script may catch its error. It
-# may save something then, and the end of another rank makes a launcher end it.
-_END_OF_RANK_S = 300.0
 
 _WAITS_NOTED = 4
 _REPORT_S = 10.0  # how long the handler may take
@@ -71,11 +68,10 @@ class WatchedCollective(CollectiveHandle):
     def done_when(self, has_ended: Callable[[], bool]) -> None:
         self.has_ended = has_ended
 
-    def may_wait_for_failed(self, now_us: int) -> bool:
-        """Whether another rank may have failed without breaking it: there is no connection to that rank yet,
-        or its process goes on.
-        """
-        return self.failed_us is None and (self.op in SET_UP_OPS or self.age_s(now_us) > _END_OF_RANK_S)
+    @property
+    def is_connecting(self) -> bool:
+        """Whether the rank waits in it for others to which there is no connection yet."""
+        return self.op in SET_UP_OPS and self.failed_us is None
 
     def age_s(self, now_us: int) -> float:
         """For how long it has been under way by now, or was when it failed."""
@@ -137,8 +133,8 @@ class RankWatchdog(CollectiveObserver):
         handler: called once, on the watchdog's thread, when a collective is overdue on this rank, or when
             another rank of this host has found that out; with what this rank waits for, oldest first.
         end_after_failure: called on the watchdog's thread, every second in which this rank waits for others
-            before there are connections to them, or has waited for 5 min, with what it waits for. It ends the
-            process if a rank has failed.
+            before there are connections to them, with what it waits for. It ends the process if a rank has
+            failed.
     """
 
     rank: int
@@ -228,7 +224,7 @@ class RankWatchdog(CollectiveObserver):
             oldest = waits[0] if waits else None
             too_long = oldest is not None and oldest.age_s(looked_us) > self.timeout_s
             self.write_status(waits)
-            if oldest is not None and oldest.may_wait_for_failed(looked_us) and now - asked > _ASK_EVERY_S:
+            if oldest is not None and oldest.is_connecting and now - asked > _ASK_EVERY_S:
                 self.end_after_failure(oldest.description)
                 asked = before = time.monotonic()
             # The file is taken for missing if nobody can say.
