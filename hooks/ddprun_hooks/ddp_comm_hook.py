@@ -32,27 +32,22 @@ class DdpCommHook(Hook):
     ranks, with their times and bytes recorded.
 
     Args:
-        hook: as `register_comm_hook` takes it. It calls `dist.all_reduce` with `async_op=True` on the process
-            group that it is given, and chains what follows with `then`.
-        state: its first argument, which gets the process group as `process_group`; None: that group itself,
-            as torch's own default hooks take it.
+        hook: as `register_comm_hook` takes it. Its first argument is a process group, as torch's own default
+            hooks take it. It calls `dist.all_reduce` with `async_op=True` on that group, and chains what
+            follows with `then`.
         rounds: the largest number of all-reduces that one bucket needs.
     """
 
     role = "reducer"
 
-    def __init__(
-        self, hook: Callable[[Any, Any], Future[Tensor]], state: Any = None, rounds: int = 1
-    ) -> None:
-        self.hook, self.state, self.rounds = hook, state, rounds
+    def __init__(self, hook: Callable[[Any, Any], Future[Tensor]], rounds: int = 1) -> None:
+        self.hook, self.rounds = hook, rounds
 
     async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
         payload.tensor.mul_(comm.size)  # such a hook divides by itself
         group = _QueueingGroup(comm.rank, comm.size)
-        if self.state is not None:
-            self.state.process_group = group
         try:
-            mean = self.hook(group if self.state is None else self.state, _GradBucketStandIn(payload))
+            mean = self.hook(group, _GradBucketStandIn(payload))
         except ExchangeError:
             raise
         except Exception as error:  # such as what `_GradBucketStandIn` or the group does not have
@@ -60,8 +55,6 @@ class DdpCommHook(Hook):
         while group.requests and not mean.done():
             tensor, future = group.requests.popleft()
             total = await comm.all_reduce(tensor)
-            if self.state is not None and self.rounds > 1:  # meanwhile it was another bucket's
-                self.state.process_group = group
             future.set_result([total])
         if not mean.done():
             raise ExchangeError(f"the hook waits for something other than its process group: {_ONLY}")

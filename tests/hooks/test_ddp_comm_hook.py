@@ -58,46 +58,38 @@ def test_they_keep_what_every_hook_promises() -> None:
     check_hooks(f"{TORCHS}.bf16_compress_hook", relative_error=1e-2)
 
 
-class State:
-    """Of a hook of one's own."""
-
-    process_group: Any = None
-    calls = 0
-
-
-def in_halves(state: State, bucket: Any) -> Future[Tensor]:
+def in_halves(group: Any, bucket: Any) -> Future[Tensor]:
     """Sums the two halves of a bucket apart."""
     assert (bucket.index(), len(bucket.gradients())) == (0, 5)
-    group, state.calls = state.process_group, state.calls + 1
     buffer = bucket.buffer().div_(group.size())
     halves = [dist.all_reduce(half, group=group, async_op=True).get_future() for half in buffer.chunk(2)]
     return torch.futures.collect_all(halves).then(lambda _: buffer)
 
 
-def test_a_hook_with_a_state_and_several_all_reduces() -> None:
+def test_a_hook_with_several_all_reduces() -> None:
     def run(rank: Rank) -> list[Tensor]:
         return [rank.step(step) for step in range(3)]
 
     expected = run_hooks([], 2, run)
-    found = run_hooks(DdpCommHook(in_halves, State(), rounds=2), 2, run)
+    found = run_hooks(DdpCommHook(in_halves, rounds=2), 2, run)
     assert all(map(torch.equal, expected[0], found[0]))
     with pytest.raises(ExchangeError, match="set `rounds`"):
-        run_hooks(DdpCommHook(in_halves, State()), 2, run)
+        run_hooks(DdpCommHook(in_halves), 2, run)
 
 
-def one_after_the_other(state: State, bucket: Any) -> Future[Tensor]:
+def one_after_the_other(group: Any, bucket: Any) -> Future[Tensor]:
     """Sums the second half of a bucket when it has the sum of the first."""
     halves, mean = bucket.buffer().chunk(2), Future[Tensor]()
 
     def sum_second(_: Any) -> None:
-        second = dist.all_reduce(halves[1], group=state.process_group, async_op=True).get_future()
+        second = dist.all_reduce(halves[1], group=group, async_op=True).get_future()
         second.then(lambda _: mean.set_result(bucket.buffer().div_(2)))
 
-    dist.all_reduce(halves[0], group=state.process_group, async_op=True).get_future().then(sum_second)
+    dist.all_reduce(halves[0], group=group, async_op=True).get_future().then(sum_second)
     return mean
 
 
-def test_the_state_has_the_group_of_the_bucket_that_goes_on() -> None:
+def test_each_bucket_has_a_group_of_its_own() -> None:
     """Although other buckets have begun meanwhile."""
 
     def run(rank: Rank) -> list[list[float]]:
@@ -107,27 +99,8 @@ def test_the_state_has_the_group_of_the_bucket_that_goes_on() -> None:
         sent = [rank._queue.send(payload, rank.stack, []) for payload in payloads]
         return [future.wait().tolist() for future in sent]
 
-    found = run_hooks(DdpCommHook(one_after_the_other, State(), rounds=2), 2, run)
+    found = run_hooks(DdpCommHook(one_after_the_other, rounds=2), 2, run)
     assert found[0] == found[1] == [[2.0 * index + 1] * 6 for index in range(4)]
-
-
-def in_half_precision(state: State, bucket: Any) -> Future[Tensor]:
-    """As torch's own: some work comes before the all-reduce."""
-    half = bucket.buffer().to(torch.float16).div_(2)
-    future = dist.all_reduce(half, group=state.process_group, async_op=True).get_future()
-    return future.then(lambda done: bucket.buffer().copy_(done.value()[0]))  # type: ignore[no-any-return]
-
-
-def test_a_bucket_that_ends_leaves_the_state_to_the_one_that_begins() -> None:
-    """The first one's collective ends on another thread while the hook is called for the second."""
-
-    def run(rank: Rank) -> None:
-        for _ in range(20):
-            payloads = [Payload(torch.ones(100_000), (), "gradient", index) for index in range(8)]
-            for future in [rank._queue.send(payload, rank.stack, []) for payload in payloads]:
-                assert future.wait().eq(2).all()
-
-    run_hooks(DdpCommHook(in_half_precision, State()), 2, run)
 
 
 def waits(group: Any, bucket: Any) -> Future[Tensor]:
