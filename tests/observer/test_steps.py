@@ -85,6 +85,28 @@ def with_late_scaler(folder: Path) -> float:
     return with_scaler(folder, late=True)
 
 
+def with_scaler_of_another_model(folder: Path) -> None:
+    """As in a GAN: it is updated for the other model between two forward passes of the observed one."""
+    model, optimizer = start()
+    other = nn.Linear(4, 1)
+    optimizer_of_other = torch.optim.SGD(other.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    run = ddprun.observe(model, optimizer, scaler=scaler, run_dir=folder)
+    for _ in range(3):
+        for net, width, stepped in ((other, 4, optimizer_of_other), (model, 12, optimizer)):
+            model(torch.ones(2, 12))
+            scaler.scale(net(torch.ones(2, width)).square().mean()).backward()
+            scaler.step(stepped)
+            scaler.update()
+            stepped.zero_grad()
+    run.close()
+
+
+def test_the_scale_of_another_models_step_ends_none(scripts: Scripts) -> None:
+    steps = scripts.steps("with_scaler_of_another_model")
+    assert [step["optimizer_us"] > 0 for step in steps] == [True] * 3
+
+
 @pytest.mark.parametrize("body", ["with_scaler", "with_late_scaler"])
 def test_a_step_that_the_scaler_skips_is_a_step(scripts: Scripts, body: str) -> None:
     """It ends like any other; only the optimizer has not run in it. The hooks keep nothing of it."""

@@ -349,8 +349,10 @@ class StepMarker:
         self._watchdog.set_phase(b"the script's code")
 
     def _is_over(self) -> bool:
-        """Whether an optimizer has stepped, or a GradScaler has skipped that."""
-        return self._updated or self._version_of_scale() != self._scale_version
+        """Whether an optimizer has stepped, or a GradScaler has skipped that: before a backward pass it was
+        updated for another model.
+        """
+        return self._updated or (self._passes > 0 and self._version_of_scale() != self._scale_version)
 
     def _end_step_if_over(self) -> None:
         if not self._running or not self._is_over():
