@@ -33,7 +33,7 @@ from benchmarks.two_hosts import HOSTS, Link, doctor_report, finish, started
 from tests.engine.running import events, lines
 from tests.ranks import ddprun
 
-from ddprun.compare.learning import half_interval
+from ddprun.compare.learning import confidence_half_width
 from ddprun.config import load
 from ddprun.explain.explain import explain
 from ddprun.host.processes import cores
@@ -161,7 +161,7 @@ def steps_to(losses: list[list[float]], wanted: float) -> float | None:
 
 def interval(values: list[float]) -> str:
     """The mean and its 95% interval (Student's t)."""
-    half = half_interval(values)
+    half = confidence_half_width(values)
     return f"{mean(values):.4f}" + ("" if half is None else f" ± {half:.4f}")
 
 

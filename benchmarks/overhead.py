@@ -38,7 +38,7 @@ import numpy as np
 import psutil
 from benchmarks.loops import BATCH, LR, MOST, mlp
 
-from ddprun.compare.learning import half_interval
+from ddprun.compare.learning import confidence_half_width
 from ddprun.compare.runs import bootstrap_ratio
 
 MODELS = {
@@ -224,7 +224,7 @@ def ratio(base: list[list[float]], own: list[list[float]]) -> str:
     """Another loop's speed relative to the base's, with its interval: over starts or, of one, over slices."""
     of_starts = [fsum(ours) for ours in base], [fsum(theirs) for theirs in own]
     ratios = [one / other for one, other in zip(*of_starts, strict=True)]
-    half = half_interval(ratios)
+    half = confidence_half_width(ratios)
     if half is None:
         only = bootstrap_ratio(list(zip(base[0], own[0], strict=True)))
         return f"{only.mean:.3f} ({only.low:.3f} to {only.high:.3f})"

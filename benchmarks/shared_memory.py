@@ -24,9 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddprun_hooks
 from ddprun_hooks import Payload
-from ddprun_hooks.comm.control import open_control_channel
+from ddprun_hooks.comm.control_channel import open_control_channel
 from ddprun_hooks.comm.groups import RankPlacement, merge_requirements
-from ddprun_hooks.exchange import Exchange
+from ddprun_hooks.comm_context import CommContext
 from ddprun_hooks.registry import make_stack
 from ddprun_hooks.stack import Stack
 
@@ -41,7 +41,7 @@ def all_reduces(ranks: int, rounds: int) -> list[tuple[str, Times]]:
     stacks = {name: make_stack(hooks) for name, hooks in VARIANTS.items()}
     timeout = timedelta(seconds=60)
     control = open_control_channel(timeout)
-    queue = Exchange.open(
+    queue = CommContext.open(
         control=control,
         device=torch.device("cpu"),
         backend="gloo",

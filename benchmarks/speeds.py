@@ -27,7 +27,7 @@ from benchmarks.page import argument_parser, print_head, print_row
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ddprun.telemetry.reader import Run
+from ddprun.telemetry.reader import RecordedRun
 
 _CGROUPS = Path("/sys/fs/cgroup/cpu")
 _SLICE_US = 10_000  # of a quota
@@ -128,7 +128,7 @@ launch: {{nproc_per_node: {ranks}}}
 """
 
 
-def run(case: Case, by_speed: bool, seconds: float, slow_between: tuple[float, ...] = ()) -> Run:
+def run(case: Case, by_speed: bool, seconds: float, slow_between: tuple[float, ...] = ()) -> RecordedRun:
     """Train for so long; gives the run."""
     folder, cgroup = Path(tempfile.mkdtemp()), None
     if case.quota is not None:
@@ -162,10 +162,10 @@ def run(case: Case, by_speed: bool, seconds: float, slow_between: tuple[float, .
     finally:
         if cgroup is not None:
             cgroup.rmdir()
-    return Run(folder / "run")
+    return RecordedRun(folder / "run")
 
 
-def measured(found: Run) -> tuple[float, float]:
+def measured(found: RecordedRun) -> tuple[float, float]:
     """Samples per second of the second half of a run, of all ranks, and the sum of the ranks' speeds."""
     samples_per_s, speeds = list[float](), list[float]()
     for rank in found.ranks:

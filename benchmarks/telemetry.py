@@ -33,7 +33,7 @@ from benchmarks import page
 
 from ddprun.compare.runs import bootstrap_ratio
 from ddprun.telemetry.recorder import AgreedSteps, StepRecorder
-from ddprun.telemetry.steps import StepMarks
+from ddprun.telemetry.step_timing import StepMarks
 
 BLOCK = 32
 """Steps. What one leaves to the next, as a file that is still being written, is little beside a block."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks import page
 
 from ddprun.watchdog.rank_watchdog import RankWatchdog, WatchedCollective
-from ddprun_hooks.comm.observer import CollectiveSequence
+from ddprun_hooks.comm.collective_observer import CollectiveSequence
 
 STEPS = {"[64]": 3000, "[512, 512]": 600}
 

@@ -87,7 +87,7 @@ class FakeGpu(GpuStreams):
     def new_future(self) -> Future[Tensor]:
         return Future()
 
-    def pinned(self, nbytes: int) -> Tensor:
+    def allocate_pinned(self, nbytes: int) -> Tensor:
         self.pinned_bytes += nbytes
         return torch.zeros(nbytes, dtype=torch.uint8)
 

@@ -171,7 +171,7 @@ def _waiting_for(ended: Connection, at_work: Connection) -> Iterator[None]:
 def end_together(ranks: Ranks) -> None:
     """Wait, on the rank that holds the store, until all have read what they still wanted of it."""
     ranks.store.set(f"ended/{ranks.rank}", "")
-    if ranks.hosts_store:
+    if ranks.holds_store:
         ranks.store.wait([f"ended/{rank}" for rank in range(ranks.size)])
 
 

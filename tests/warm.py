@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 from unittest import mock
 
-from ddprun.launch.fork_server import ForkedProcess, end_process
+from ddprun.launch.fork_server import ForkedProcess, run_main_and_exit
 
 _TICK_S = 0.005
 
@@ -41,7 +41,7 @@ def fork_server() -> ForkServerContext:
     context.set_forkserver_preload(
         [
             "ddprun.engine.worker",
-            "ddprun.launch.local",
+            "ddprun.launch.host_ranks",
             "ddprun.compare.runs",
             "tests.ranks",
             "torch._dynamo",
@@ -248,7 +248,7 @@ def _become(arguments: Sequence[str], environment: Mapping[str, str]) -> NoRetur
     warnings.resetwarnings()
     warnings.simplefilter("default")
     gc.freeze()
-    end_process(_main)
+    run_main_and_exit(_main)
 
 
 def _main() -> int:

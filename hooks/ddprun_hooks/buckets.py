@@ -36,7 +36,7 @@ class BucketLayout:
         return {"bucket": self.index, "dtype": self.dtype, "numel": self.numel, "params": params}
 
 
-def as_real(tensor: Tensor) -> Tensor:
+def view_as_real(tensor: Tensor) -> Tensor:
     """A complex tensor as pairs of real numbers, shape (..., 2), as it is sent; any other as it is."""
     return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
 
@@ -81,7 +81,7 @@ def _assign_to_buckets(
     for name, tensor in named_tensors.items():
         if not tensor.numel():
             continue
-        real = as_real(tensor)
+        real = view_as_real(tensor)
         key, size = (real.dtype, real.device), real.nbytes
         bucket, held = current.get(key, ([], 0))
         if not bucket or held + size > cap_bytes:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ddprun_hooks.comm.communicator import Communicator
     from ddprun_hooks.payload import Payload
 
-_ONLY = (
+_ALLOWED_USE = (
     "an adapted DDP communication hook may call dist.all_reduce(…, async_op=True), chain with then(), and "
     "use index, buffer, set_buffer and gradients of its bucket; torch's for PowerSGD, quantisation and "
     "post-local SGD do more"
@@ -51,16 +51,16 @@ class DdpCommHook(Hook):
         except ExchangeError:
             raise
         except Exception as error:  # such as what `_GradBucketStandIn` or the group does not have
-            raise ExchangeError(f"the hook fails: {type(error).__name__}: {error}; {_ONLY}") from error
+            raise ExchangeError(f"the hook fails: {type(error).__name__}: {error}; {_ALLOWED_USE}") from error
         while group.requests and not mean.done():
             tensor, future = group.requests.popleft()
             total = await comm.all_reduce(tensor)
             future.set_result([total])
         if not mean.done():
-            raise ExchangeError(f"the hook waits for something other than its process group: {_ONLY}")
+            raise ExchangeError(f"the hook waits for something other than its process group: {_ALLOWED_USE}")
         result: Any = mean.value()
         if group.requests:
-            raise ExchangeError(f"the hook's result does not wait for all of its all-reduces: {_ONLY}")
+            raise ExchangeError(f"the hook's result does not wait for all of its all-reduces: {_ALLOWED_USE}")
         return result.to(payload.tensor.dtype) if isinstance(result, Tensor) else result  # as DDP casts it
 
 
@@ -94,7 +94,7 @@ class _QueueingGroup(dist.ProcessGroup):
         self, tensors: Sequence[Tensor], options: Any = None
     ) -> dist.Work:
         if options is not None and options.reduceOp != dist.ReduceOp.SUM:
-            raise ExchangeError(f"a sum only: {_ONLY}")
+            raise ExchangeError(f"a sum only: {_ALLOWED_USE}")
         (tensor,) = tensors
         future = _ChainOnlyFuture()
         self.requests.append((tensor, future))
@@ -110,9 +110,9 @@ class _FutureOnlyWork(dist.Work):
         return self._future
 
     def wait(self, timeout: object = None) -> bool:
-        raise ExchangeError(f"the hook waits for an all-reduce: {_ONLY}")
+        raise ExchangeError(f"the hook waits for an all-reduce: {_ALLOWED_USE}")
 
 
 class _ChainOnlyFuture(Future[list[Tensor]]):
     def wait(self) -> list[Tensor]:
-        raise ExchangeError(f"the hook waits for an all-reduce: {_ONLY}")
+        raise ExchangeError(f"the hook waits for an all-reduce: {_ALLOWED_USE}")

@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddprun_hooks.buckets import BucketLayout, as_real
+from ddprun_hooks.buckets import BucketLayout, view_as_real
 from ddprun_hooks.comm.groups import RankGroup
 from ddprun_hooks.comm.trace import BucketTrace, compute_fidelity
+from ddprun_hooks.comm_queue import CommQueue, await_callback_at_exit
 from ddprun_hooks.errors import ExchangeError
 from ddprun_hooks.payload import Payload, dtype_name
-from ddprun_hooks.queue import CommQueue, await_callback_at_exit
 from ddprun_hooks.stack import Stack
 
 
@@ -51,23 +51,23 @@ class BucketDispatcher:
         self._attach(model)
 
     def _attach(self, model: DistributedDataParallel) -> None:
-        on_bucket = self._on_bucket_with_unused if model.find_unused_parameters else self._on_bucket
+        on_bucket = self._on_bucket_tracking_unused if model.find_unused_parameters else self._on_bucket
         model.register_comm_hook(None, on_bucket)
 
     @property
-    def layout(self) -> tuple[BucketLayout, ...]:
+    def bucket_layouts(self) -> tuple[BucketLayout, ...]:
         """The buckets, in the order in which backward fills them; empty before they are known."""
         return tuple(self._layout[index] for index in sorted(self._layout))
 
     @property
     def params_by_bucket(self) -> dict[int, tuple[str, ...]]:
         """The names of each bucket's parameters, by its number, in that order."""
-        return {bucket.index: tuple(param.name for param in bucket.params) for bucket in self.layout}
+        return {bucket.index: tuple(param.name for param in bucket.params) for bucket in self.bucket_layouts}
 
     @property
-    def signature(self) -> str:
+    def agreement_description(self) -> str:
         """What must be equal on all ranks: the buckets, and the hooks with their options."""
-        return repr((self.layout, self.stack.description, self.group.size))
+        return repr((self.bucket_layouts, self.stack.description, self.group.size))
 
     @property
     def error(self) -> BaseException | None:
@@ -79,7 +79,7 @@ class BucketDispatcher:
     ) -> None:
         """Prepare for a step's backward pass. Gradients are divided by the loss `scale`, shape (), before the
         stack sees them. `fidelity`: keep inputs for `measure_fidelity`. `undoable`, and with a loss scale:
-        `end_step` may roll the hooks' state back, and `repeat_step` may be called.
+        `end_step` may roll the hooks' state back, and `restart_step` may be called.
         """
         self._loss_scale, self._undoable = scale, undoable or scale is not None
         self._sent_buckets.clear()
@@ -87,7 +87,7 @@ class BucketDispatcher:
         if self._undoable:
             self.stack.begin_step()
 
-    def repeat_step(self) -> None:
+    def restart_step(self) -> None:
         """Prepare for another backward pass of the step, from the hooks' state before it."""
         self._sent_buckets.clear()
         self.stack.rollback()
@@ -98,12 +98,12 @@ class BucketDispatcher:
         """Parameters of the buckets that the last backward pass has not sent."""
         if len(self._sent_buckets) == len(self._layout):
             return ()
-        left = (bucket for bucket in self.layout if bucket.index not in self._sent_buckets)
+        left = (bucket for bucket in self.bucket_layouts if bucket.index not in self._sent_buckets)
         return tuple(param.name for bucket in left for param in bucket.params)
 
     def measure_fidelity(self, exact_sum: Callable[[Tensor], tuple[Tensor, int]]) -> None:
         """Compare each bucket of a backward pass, which `begin_step` began with `fidelity`, with the exact
-        mean, into its trace; all ranks call it together. `exact_sum` is as `Exchange.exact_sum`.
+        mean, into its trace; all ranks call it together. `exact_sum` is as `CommContext.exact_sum`.
         """
         samples, self._fidelity_samples = self._fidelity_samples or [], None
         for trace, own, mean in samples:
@@ -121,7 +121,7 @@ class BucketDispatcher:
         if not self.layout_frozen:
             self._record_layout(bucket)
             return self._on_bucket_before_layout_frozen(bucket)
-        layout = self._layout_of(index, buffer)
+        layout = self._matching_layout(index, buffer)
         if layout is None:
             raise ExchangeError(
                 f"bucket {self._first_index + index} is not as in the frozen layout: DDP has rebuilt its "
@@ -133,7 +133,7 @@ class BucketDispatcher:
             self.on_last_bucket_sent()
         return future
 
-    def _layout_of(self, index: int, buffer: Tensor) -> BucketLayout | None:
+    def _matching_layout(self, index: int, buffer: Tensor) -> BucketLayout | None:
         """What is known of a bucket; None: it is another one now."""
         layout = self._layout.get(index)
         if layout is None or (buffer.numel(), dtype_name(buffer.dtype)) != (layout.numel, layout.dtype):
@@ -143,7 +143,9 @@ class BucketDispatcher:
     # With `find_unused_parameters`, DDP leaves a parameter's gradient as it is if no rank has used it. What
     # hooks have sent for it, out of their residuals, goes back to them.
 
-    def _on_bucket_with_unused(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def _on_bucket_tracking_unused(
+        self, state: object, bucket: dist.GradBucket
+    ) -> torch.futures.Future[Tensor]:
         if bucket.index() == 0:
             self._buckets.clear()
         self._buckets.append(bucket)
@@ -155,9 +157,9 @@ class BucketDispatcher:
         """Gradients are complete; DDP's own callback, which writes the means to them, comes next."""
         params = [param for bucket in self._buckets for param in bucket.parameters()]
         versions = [None if param.grad is None else param.grad._version for param in params]
-        call_after_backward(partial(self._take_back_unused, versions))
+        call_after_backward(partial(self._return_unused_means, versions))
 
-    def _take_back_unused(self, versions_before: Sequence[int | None]) -> None:
+    def _return_unused_means(self, versions_before: Sequence[int | None]) -> None:
         versions, means = iter(versions_before), dict[str, Tensor]()
         for bucket in self._buckets:
             slices = self._layout[bucket.index()].params
@@ -167,8 +169,8 @@ class BucketDispatcher:
                     continue  # the mean is in it
                 mean = means[place.name] = place.of(bucket.buffer())
                 if grad is not None:  # zeros, or of an earlier pass: that is in it
-                    like = as_real(param)
-                    mean.as_strided(like.size(), like.stride()).sub_(as_real(grad))
+                    like = view_as_real(param)
+                    mean.as_strided(like.size(), like.stride()).sub_(view_as_real(grad))
         if means:
             self._take_back(means)
 
@@ -179,12 +181,12 @@ class BucketDispatcher:
         self, buffer: Tensor, layout: BucketLayout, stack: Stack
     ) -> torch.futures.Future[Tensor]:
         if not buffer.is_sparse:
-            return self._send(buffer, layout, stack)
+            return self._send_dense(buffer, layout, stack)
         # One parameter of an Embedding(sparse=True): its rows are sent as dense ones.
-        dense = self._send(buffer.coalesce().to_dense().view(-1), layout, stack)
+        dense = self._send_dense(buffer.coalesce().to_dense().view(-1), layout, stack)
         return dense.then(await_callback_at_exit(partial(_as_sparse_rows, shape=buffer.shape)))
 
-    def _send(self, buffer: Tensor, layout: BucketLayout, stack: Stack) -> torch.futures.Future[Tensor]:
+    def _send_dense(self, buffer: Tensor, layout: BucketLayout, stack: Stack) -> torch.futures.Future[Tensor]:
         buffer.mul_(1.0 / self.group.size)
         if self._loss_scale is not None:
             buffer.div_(self._loss_scale)
@@ -208,7 +210,7 @@ class BucketDispatcher:
     def _record_layout(self, bucket: dist.GradBucket) -> None:
         if bucket.index() == 0:
             self._layout = {}
-        named_tensors = ((self._names[id(param)], as_real(param)) for param in bucket.parameters())
+        named_tensors = ((self._names[id(param)], view_as_real(param)) for param in bucket.parameters())
         self._layout[bucket.index()] = BucketLayout.from_tensors(
             self._first_index + bucket.index(), bucket.buffer().dtype, named_tensors
         )

@@ -8,7 +8,7 @@ class Halved(Hook):
 ```
 
 Other buckets proceed at each `await`. The queue sees to overlap with backward, order between ranks, streams,
-timing and the count of bytes (`ddprun_hooks.queue`).
+timing and the count of bytes (`ddprun_hooks.comm_queue`).
 """
 
 from __future__ import annotations

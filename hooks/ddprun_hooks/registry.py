@@ -9,8 +9,8 @@ from pydantic import ValidationError
 
 from ddprun_hooks.config import grammar
 from ddprun_hooks.config.import_path import import_entry_point, import_trusted
-from ddprun_hooks.config.messages import describe_value, option_errors
-from ddprun_hooks.config.options import BUILT_IN, ENTRY_POINT_GROUP, HookSpec, read_hook
+from ddprun_hooks.config.messages import describe_value, format_option_errors
+from ddprun_hooks.config.options import BUILT_IN_HOOKS, ENTRY_POINT_GROUP, HookSpec, validate_hook_spec
 from ddprun_hooks.config.trust import ExpectedObject, TrustSettingError, UntrustedError
 from ddprun_hooks.ddp_comm_hook import DdpCommHook
 from ddprun_hooks.errors import HookSetupError, ImportPathError
@@ -37,11 +37,11 @@ def make_hook(name: str, options: Mapping[str, Any] | None = None) -> Hook:
     `read_hook` gives them.
     """
     options = dict(options or {})
-    if name in BUILT_IN:
-        for level in grammar.LEVELS:
+    if name in BUILT_IN_HOOKS:
+        for level in grammar.HIERARCHICAL_LEVELS:
             if level in options:
                 options[level] = Stack(_make_hooks(options[level], f"{name}.{level}"))
-        made = pkgutil.resolve_name(f"ddprun_hooks.builtin.{BUILT_IN[name].implementation}")(**options)
+        made = pkgutil.resolve_name(f"ddprun_hooks.builtin.{BUILT_IN_HOOKS[name].implementation}")(**options)
         assert isinstance(made, Hook)
         return made
     try:
@@ -53,7 +53,7 @@ def make_hook(name: str, options: Mapping[str, Any] | None = None) -> Hook:
         raise HookSetupError(f"{error}; {error.allowed}") from None
     except (ImportPathError, TrustSettingError) as error:
         raise HookSetupError(str(error)) from None
-    return _from_target(name, target, options)
+    return _make_hook_from_callable(name, target, options)
 
 
 def make_stack(hooks: AnyHook | Sequence[AnyHook]) -> Stack:
@@ -81,7 +81,7 @@ def _make_hooks(hooks: Sequence[Any], at: str) -> list[tuple[str, Hook]]:
         try:
             named_hooks.append(_make_named_hook(hook))
         except ValidationError as error:
-            faults += option_errors(error, f"{at}[{index}]", BUILT_IN)
+            faults += format_option_errors(error, f"{at}[{index}]", BUILT_IN_HOOKS)
         except HookSetupError as error:
             faults += [f"{at}[{index}]: {line}" for line in str(error).splitlines()]
     if faults:
@@ -92,24 +92,24 @@ def _make_hooks(hooks: Sequence[Any], at: str) -> list[tuple[str, Hook]]:
 def _make_named_hook(hook: AnyHook) -> tuple[str, Hook]:
     """The name by which a hook is called and keeps its state, and the hook."""
     if isinstance(hook, Hook):
-        name = _name_of(type(hook))
+        name = _qualified_name(type(hook))
         return name, _require_async_call(name, hook)
     if callable(hook):
-        name = _name_of(hook)
-        return name, _from_target(name, hook, {})
+        name = _qualified_name(hook)
+        return name, _make_hook_from_callable(name, hook, {})
     if not isinstance(hook, str | Mapping):
         raise HookSetupError(
             f"expected a name, or `name: {{options}}`, got {describe_value(hook)}; {_ACCEPTED_HOOK_FORMS}"
         )
-    name, options = read_hook(hook)
+    name, options = validate_hook_spec(hook)
     return name, make_hook(name, options)
 
 
-def _name_of(target: Any) -> str:
+def _qualified_name(target: Any) -> str:
     return f"{target.__module__}.{getattr(target, '__qualname__', type(target).__qualname__)}"
 
 
-def _from_target(name: str, target: Any, options: dict[str, Any]) -> Hook:
+def _make_hook_from_callable(name: str, target: Any, options: dict[str, Any]) -> Hook:
     if inspect.iscoroutinefunction(target):
         if options:
             raise HookSetupError(f'"{name}" is a plain function and takes no options')

@@ -5,7 +5,7 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from ddprun_hooks import queue
+from ddprun_hooks import comm_queue
 from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.comm import groups
 from ddprun_hooks.comm.trace import BucketTrace
@@ -20,7 +20,7 @@ def simulated_group(
     """`GroupFactory.make_group`'s group of a rank, over which nothing can be sent; raises HookSetupError."""
     # Shared memory would be made at once, where a process group is only a name here.
     unshared = groups.merge_requirements(
-        {one._replace(shared=False): rounds} for one, rounds in requirements.items()
+        {one._replace(via_shared_memory=False): rounds} for one, rounds in requirements.items()
     )
     factory = groups.GroupFactory(placement, lambda name, ranks: None, lambda data: [], 0.0)
     return factory.make_group(name, unshared)
@@ -33,13 +33,13 @@ def simulate(payload: Payload, stack: Stack, group: groups.RankGroup) -> BucketT
     Collectives are counted as a run counts them, without times. The payload's memory and the hooks' state are
     changed as in a run: take a stack that nothing else uses, and one for each rank.
     """
-    trace: BucketTrace[int] = queue.new_trace(payload, stack, 0)
+    trace: BucketTrace[int] = comm_queue.new_trace(payload, stack, 0)
     run = stack.run(payload, group)
     issued: Counter[str] = Counter()
     result: Tensor | None = None
     while True:
         try:
-            collective = queue.next_collective(run, result, payload, stack)
+            collective = comm_queue.run_to_next_collective(run, result, payload, stack)
         except HooksError:
             raise
         except Exception as error:
@@ -52,10 +52,10 @@ def simulate(payload: Payload, stack: Stack, group: groups.RankGroup) -> BucketT
         if collective is None:
             return trace
         group = collective.group
-        queue.check_rounds(collective, issued[group.name], len(group.process_groups), stack)
+        comm_queue.check_rounds(collective, issued[group.name], len(group.process_groups), stack)
         if collective.via_shared_memory:
             groups.check_one_host(group.hosts)
-        trace.collectives.append(queue.new_collective_trace(collective, issued[group.name], 0))
+        trace.collectives.append(comm_queue.new_collective_trace(collective, issued[group.name], 0))
         issued[group.name] += 1
         result = _simulated_result(collective)
 

@@ -90,12 +90,12 @@ class Stack:
                 yield from stack.named_hooks()
 
     def run(self, payload: Payload, group: RankGroup) -> StackRun:
-        """`carry`, for a queue to drive. Without hooks it is the all-reduce alone, in one frame, not five."""
+        """`run_from`, for a queue to drive. Without hooks, the all-reduce alone, in one frame, not five."""
         if not self.names:
             return CollectiveRequest(group, "all_reduce", payload.tensor, payload.tensor).__await__()
-        return self.carry(payload, group)
+        return self.run_from(payload, group)
 
-    async def carry(self, payload: Payload, group: RankGroup, depth: int = 0) -> Tensor:
+    async def run_from(self, payload: Payload, group: RankGroup, depth: int = 0) -> Tensor:
         """Carry `payload` through the hooks from `depth` on; gives the mean over the ranks of `group`. One
         without elements, which has none on any rank, is not sent.
         """
@@ -114,7 +114,7 @@ class Stack:
                 if same and compression_error is None:
                     compression_error = payload.compression_error
             onward = replace(payload, tensor=tensor, params=params, compression_error=compression_error)
-            return self.carry(onward, group, depth + 1)
+            return self.run_from(onward, group, depth + 1)
 
         result: Any = self.hooks[depth](payload, Communicator(group, rest))
         if not hasattr(result, "__await__"):
@@ -146,7 +146,7 @@ class Stack:
         }
         return {name: state for name, state in merged.items() if state}
 
-    def adopt_state(self, others: Sequence[Stack]) -> None:
+    def take_state_from(self, others: Sequence[Stack]) -> None:
         """Let this stack's hooks take over the state of hooks of the same name in other stacks, which lose
         it: then what was not sent is sent later, and once. The first of `others` that has state gives it.
         """
@@ -156,7 +156,7 @@ class Stack:
             alike = [one for one in namesakes if type(one) is type(hook) and one is not hook]
             inner = hook.inner_stacks()
             for level, stack in inner.items():
-                stack.adopt_state([one.inner_stacks()[level] for one in alike])
+                stack.take_state_from([one.inner_stacks()[level] for one in alike])
             source = next((one for one in alike if one.state_dict()), None)
             if source is not None and not inner:
                 hook.load_state_dict(source.state_dict())
@@ -184,7 +184,7 @@ class Stack:
         for _, hook in self.named_hooks():
             hook.take_back(kind, means)
 
-    def choosing_hooks(self) -> list[Hook]:
+    def hooks_with_choices(self) -> list[Hook]:
         """The hooks that choose something for each bucket (`Hook.choices`)."""
         return [hook for _, hook in self.named_hooks() if type(hook).choices is not Hook.choices]
 

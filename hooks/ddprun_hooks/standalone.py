@@ -21,17 +21,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddprun_hooks.buckets import BucketLayout
-from ddprun_hooks.comm.all_reduce_group import AllReduceGroup
-from ddprun_hooks.comm.control import ControlChannel, open_control_channel
+from ddprun_hooks.comm.collective_observer import NULL_OBSERVER, CollectiveObserver
+from ddprun_hooks.comm.control_channel import ControlChannel, open_control_channel
 from ddprun_hooks.comm.gpu import DeferredScalar, StreamTimestamp
 from ddprun_hooks.comm.groups import RankPlacement, merge_requirements
-from ddprun_hooks.comm.observer import NULL_OBSERVER, CollectiveObserver
+from ddprun_hooks.comm.intercepting_group import InterceptingGroup
 from ddprun_hooks.comm.trace import BucketTrace, read_finding_codes
+from ddprun_hooks.comm_context import ALL_RANKS, CommContext
+from ddprun_hooks.comm_queue import AllReduceInFlight, HostCommQueue, await_callback_at_exit
 from ddprun_hooks.dispatcher import BucketDispatcher
 from ddprun_hooks.errors import HookSetupError
-from ddprun_hooks.exchange import ALL_RANKS, Exchange
 from ddprun_hooks.payload import Payload
-from ddprun_hooks.queue import AllReduceInFlight, HostCommQueue, await_callback_at_exit
 from ddprun_hooks.registry import AnyHook, make_stack
 from ddprun_hooks.stack import Stack
 
@@ -40,7 +40,7 @@ from ddprun_hooks.stack import Stack
 # right after a collective hangs now and then.
 _groups_kept: list[object] = []
 
-_observed = weakref.WeakSet[DistributedDataParallel]()  # models with a `PlainHandle`
+_models_without_hooks = weakref.WeakSet[DistributedDataParallel]()  # models with a `NoHooksHandle`
 
 
 class Handle(BucketDispatcher):
@@ -53,7 +53,7 @@ class Handle(BucketDispatcher):
     def __init__(
         self,
         model: DistributedDataParallel,
-        exchange: Exchange,
+        exchange: CommContext,
         stack: Stack,
     ) -> None:
         self._model, self.exchange, self._control = model, exchange, exchange.control
@@ -101,17 +101,17 @@ class Handle(BucketDispatcher):
         layout = self._layout[bucket.index()]
         self._control.check_agreement(f"bucket {layout.index}", repr(layout))
         if bucket.is_last():
-            self._note_last_bucket()
+            self._count_pass_until_frozen()
         return self._send_bucket(bucket.buffer(), layout, self._all_reduce_stack)
 
-    def _note_last_bucket(self) -> None:
+    def _count_pass_until_frozen(self) -> None:
         self._passes_until_layout -= 1
         self.layout_frozen = self._passes_until_layout <= 0
 
-    def _send(self, buffer: Tensor, layout: BucketLayout, stack: Stack) -> torch.futures.Future[Tensor]:
+    def _send_dense(self, buffer: Tensor, layout: BucketLayout, stack: Stack) -> torch.futures.Future[Tensor]:
         if layout.index == 0:
-            self._on_first_bucket(buffer.device)
-        future = super()._send(buffer, layout, stack)
+            self._begin_backward(buffer.device)
+        future = super()._send_dense(buffer, layout, stack)
         scale = self._loss_scale
         if scale is None:
             return future
@@ -122,7 +122,7 @@ class Handle(BucketDispatcher):
             means = {name: mean / scale for name, mean in means.items()}
         super()._take_back(means)
 
-    def _on_first_bucket(self, device: torch.device) -> None:
+    def _begin_backward(self, device: torch.device) -> None:
         """Warn of overflows in earlier passes, end the step before, and begin the next one."""
         if self.on_backward is not None:
             self.on_backward()
@@ -144,7 +144,7 @@ class Handle(BucketDispatcher):
         if self._scaler is None or self._scaler._scale is None:  # it has not scaled a loss yet
             return
         # A smaller scale says that GradScaler has skipped a step.
-        scale = self._scale_now()
+        scale = self._read_loss_scale()
         self.end_step(applied=scale >= self._last_scale)
         self._last_scale = scale
         self.begin_step(self._scaler.scale(torch.ones((), device=device)))
@@ -157,7 +157,7 @@ class Handle(BucketDispatcher):
         scale = self._scaler._scale
         self._noted_scale = None if scale is None else (scale._version, DeferredScalar(scale))
 
-    def _scale_now(self) -> float:
+    def _read_loss_scale(self) -> float:
         assert self._scaler is not None
         scale, noted = self._scaler._scale, self._noted_scale
         if scale is None or noted is None or noted[0] != scale._version:
@@ -165,7 +165,7 @@ class Handle(BucketDispatcher):
         return noted[1].read()
 
 
-class PlainHandle(Handle):
+class NoHooksHandle(Handle):
     """The handle of an observed script without hooks: in place of DDP's process group, it makes the
     all-reduces that DDP asks for.
 
@@ -179,9 +179,9 @@ class PlainHandle(Handle):
         self._ddp_group = model.process_group
         self._next_bucket = 0
         self._in_flight: list[AllReduceInFlight] = []  # of the backward pass
-        self._group = AllReduceGroup(self._ddp_group, self._all_reduce)
+        self._group = InterceptingGroup(self._ddp_group, self._all_reduce)
         model.reducer._update_process_group(self._group)
-        _observed.add(model)
+        _models_without_hooks.add(model)
 
     def note_buckets(self) -> None:
         self._next_bucket = 0
@@ -196,28 +196,28 @@ class PlainHandle(Handle):
 
     def detach(self) -> None:
         self._model.reducer._update_process_group(self._ddp_group)
-        _observed.discard(self._model)
+        _models_without_hooks.discard(self._model)
 
     def check_no_other_hook(self) -> None:
         if self._model.require_backward_grad_sync:  # else no exchange was due, and asking DDP takes time
-            check_no_hook(self._model)
+            check_no_comm_hook(self._model)
 
     def _all_reduce(self, buffer: Tensor) -> dist.Work:
         if not buffer.is_floating_point():  # which parameters ranks have used
             return self._ddp_group.allreduce([buffer], dist.ReduceOp.SUM)
         index, count = self._next_bucket, len(self._layout)
-        layout = self._layout_of(index, buffer)
+        layout = self._matching_layout(index, buffer)
         # Nobody has noted it: a script may call `model.forward`, or rebuild buckets, itself.
         if layout is None:
             return self._queue.world.process_groups[0].allreduce([buffer], dist.ReduceOp.SUM)
         if index == 0:
-            self._on_first_bucket(buffer.device)
+            self._begin_backward(buffer.device)
         payload = Payload(buffer, layout.params, "gradient", layout.index)
         started = self._queue.start_all_reduce(payload, self.traces)
         self._in_flight.append(started)
         self._next_bucket = (index + 1) % count
         if self._next_bucket == 0:
-            self._note_last_bucket()
+            self._count_pass_until_frozen()
             if self.on_last_bucket_sent is not None:
                 self.on_last_bucket_sent()
         return started.work
@@ -245,7 +245,7 @@ def register(
         DisagreementError: the ranks were given different hooks; the error names the ranks.
     """
     check_model(model)
-    handle = attach(model, make_stack(hooks), open_control_channel(timeout), timeout=timeout)
+    handle = register_stack(model, make_stack(hooks), open_control_channel(timeout), timeout=timeout)
     handle.use_scaler(scaler)
     return handle
 
@@ -259,18 +259,18 @@ def check_model(model: DistributedDataParallel) -> None:
         )
     if model.process_group is not dist.group.WORLD:
         raise HookSetupError("the model has a process group of its own: hooks work on the default group")
-    if model in _observed:
+    if model in _models_without_hooks:
         raise HookSetupError("the model is observed already")
-    check_no_hook(model)
+    check_no_comm_hook(model)
 
 
-def check_no_hook(model: DistributedDataParallel) -> None:
+def check_no_comm_hook(model: DistributedDataParallel) -> None:
     """Raise HookSetupError for a model with a communication hook, in Python or in C++."""
     if model._get_ddp_logging_data().get("comm_hook"):  # type: ignore[no-untyped-call]
         raise HookSetupError("the model has a communication hook already: DDP accepts only one")
 
 
-def attach(
+def register_stack(
     model: DistributedDataParallel,
     stack: Stack,
     control: ControlChannel,
@@ -282,14 +282,14 @@ def attach(
 ) -> Handle:
     """As `register`, with a stack and a control channel that exist, and an `observer` of the collectives,
     without a scaler. If it `sends_buffers`, the exchange's plain queue can be used. `notes_buckets`: the
-    caller calls `note_buckets`, so that a model in host memory without hooks can have a `PlainHandle`.
+    caller calls `note_buckets`, so that a model in host memory without hooks can have a `NoHooksHandle`.
     """
     control.check_agreement("the hooks", stack.description)
     device = device_of(model)
     hosts = tuple(name.decode() for name in control.all_gather_bytes(socket.gethostname().encode()))
     local_world_size = os.environ.get("LOCAL_WORLD_SIZE") or str(hosts.count(hosts[control.rank]))
     local_sizes = tuple(int(size) for size in control.all_gather_bytes(local_world_size.encode()))
-    exchange = Exchange.open(
+    exchange = CommContext.open(
         control=control,
         device=device,
         backend=backend_of(device),
@@ -301,7 +301,7 @@ def attach(
     )
     _groups_kept[:] = [dist.group.WORLD, exchange]
     plain = notes_buckets and not stack.names and device.type == "cpu"
-    make = PlainHandle if plain else Handle
+    make = NoHooksHandle if plain else Handle
     return make(model, exchange, stack)
 
 

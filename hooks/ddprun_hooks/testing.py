@@ -34,13 +34,13 @@ from ddprun_hooks.comm.groups import (
     RankPlacement,
 )
 from ddprun_hooks.comm.trace import BucketTrace
+from ddprun_hooks.comm_queue import HostCommQueue
 from ddprun_hooks.payload import ParamSlice, Payload, PayloadKind
-from ddprun_hooks.queue import HostCommQueue
 from ddprun_hooks.registry import AnyHook, make_stack
 from ddprun_hooks.stack import Stack
 
 TIMEOUT_S = 60
-_EMPTYING_STEPS = 48
+_DRAIN_STEPS = 48
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "first.weight": (40, 30),
@@ -249,7 +249,7 @@ def _drain_residuals(
     def send_zeros(rank: Rank) -> tuple[Tensor, float]:
         rank.stack.load_state_dict(states[rank.rank])
         came = torch.zeros(NUMEL, dtype=torch.float64)
-        for _ in range(_EMPTYING_STEPS):
+        for _ in range(_DRAIN_STEPS):
             sent = list[Tensor]()
             for index, params in enumerate(buckets):
                 zeros = torch.zeros(sum(param.numel for param in params))

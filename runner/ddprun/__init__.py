@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-LAUNCHED_VARIABLE = "DDPRUN_LAUNCHED"
+LAUNCHED_BY_DDPRUN_VARIABLE = "DDPRUN_LAUNCHED"
 """Name of the environment variable that ddprun's own launcher sets for the ranks it starts. The launcher has
 then already printed the warnings of the pipeline file."""
 
-TURNS_VARIABLE = "DDPRUN_TURNS"
+COMPARE_TURNS_VARIABLE = "DDPRUN_TURNS"
 """Name of the environment variable that tells each run of a comparison its turns (`engine.interrupts`)."""
 
 ON_USR1_VARIABLE = "DDPRUN_ON_USR1"
@@ -24,7 +24,7 @@ ON_USR1_VARIABLE = "DDPRUN_ON_USR1"
 checkpoint, and the launcher exits with `EXIT_REQUEUE`. Otherwise the run continues."""
 
 EXIT_SUCCESS, EXIT_FAILURE, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130  # exit codes
-EXIT_REPEATED = 79
+EXIT_REPEATED_FAILURE = 79
 """Exit code of a rank, for its launcher: it has failed as one has before, so starting again is no help. No
 other program has it: those of sysexits.h end at 78, and a shell's begin at 125."""
 

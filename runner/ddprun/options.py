@@ -46,7 +46,7 @@ def pattern_constraint(pattern: str, words: str) -> Any:
 @dataclass(frozen=True)
 class CustomValidator:
     """For `Annotated[…]`: a type whose values a function checks and converts. The function raises `problem`,
-    `expected` or `unknown_name`.
+    `expected` or `unknown_name_error`.
     """
 
     validate: Callable[[Any], Any]
@@ -68,7 +68,7 @@ class CustomValidator:
         return self.schema if isinstance(self.schema, dict) else handler(schema)
 
 
-def unknown_name(
+def unknown_name_error(
     what: str, word: str, known: Iterable[str], *, at: str | KeyPath = (), on_key: bool = False
 ) -> ValidationError:
     """An error for a word that is not among the known ones."""

@@ -54,24 +54,24 @@ class PluginRegistry:
     package: str = ""
     """The package whose modules are the built-in plug-ins; empty if they are registered elsewhere."""
 
-    reserved_by: str = ""
+    reserved_names_path: str = ""
     """Dotted name of what has the names that installed packages cannot use: a mapping, or a pydantic model,
     whose fields they are; empty if there are none."""
 
     @property
     def reserved_names(self) -> frozenset[str]:
-        found = _import_attribute(self.reserved_by) if self.reserved_by else ()
+        found = _import_attribute(self.reserved_names_path) if self.reserved_names_path else ()
         return frozenset(getattr(found, "model_fields", found))
 
-    def built_in(self) -> tuple[str, ...]:
-        return _modules(self.package) if self.package else ()
+    def built_in_names(self) -> tuple[str, ...]:
+        return _module_names(self.package) if self.package else ()
 
-    def installed(self) -> tuple[str, ...]:
+    def installed_names(self) -> tuple[str, ...]:
         found = installed_entry_points(self.entry_point_group)
-        return tuple(name for name in found if name not in self.reserved_names | {*self.built_in()})
+        return tuple(name for name in found if name not in self.reserved_names | {*self.built_in_names()})
 
     def names(self) -> tuple[str, ...]:
-        return (*self.built_in(), *self.installed())
+        return (*self.built_in_names(), *self.installed_names())
 
     def import_paths(self, name: str) -> tuple[str, ...]:
         """The import paths behind an installed plug-in's name: one, unless several packages claim it."""
@@ -82,7 +82,7 @@ class PluginRegistry:
         (UntrustedError) be imported, or is of another kind, and TrustSettingError.
         """
         base = _import_attribute(self.base_class_name)
-        if name in self.built_in():
+        if name in self.built_in_names():
             return _defined_in(f"{self.package}.{name}", base)
         words = f"a {self.kind} is a class derived from {self.base_class_name}"
         found = import_entry_point(self.entry_point_group, name, ExpectedObject(words, base, kind=self.kind))
@@ -105,13 +105,13 @@ class PluginRegistry:
 
     def options_of_installed(self) -> dict[str, type[BaseModel] | None]:
         """The options of everything that installed packages add; None for what `load_available` omits."""
-        names = self.installed()
+        names = self.installed_names()
         known = self.load_available() if names else {}
         return {name: plugin_options_model(known[name]) if name in known else None for name in names}
 
 
 @functools.cache
-def _modules(package: str) -> tuple[str, ...]:
+def _module_names(package: str) -> tuple[str, ...]:
     path = importlib.import_module(package).__path__
     return tuple(sorted(found.name for found in pkgutil.iter_modules(path)))
 
@@ -134,7 +134,9 @@ def _is_derived(found: Any, base: type) -> bool:
 
 
 # Base classes and packages are given by name, so that making a registry imports neither.
-HOOKS = PluginRegistry("hook", ENTRY_POINT_GROUP, reserved_by="ddprun_hooks.config.options.BUILT_IN")
+HOOKS = PluginRegistry(
+    "hook", ENTRY_POINT_GROUP, reserved_names_path="ddprun_hooks.config.options.BUILT_IN_HOOKS"
+)
 SYNC_POLICIES = PluginRegistry(
     "sync policy", "ddprun.sync", "ddprun.sync.plan.SyncPolicy", "ddprun.sync.policies"
 )
@@ -144,5 +146,5 @@ CLUSTERS = PluginRegistry(
     "ddprun.clusters",
     "ddprun.cluster.Cluster",
     "ddprun.cluster.backends",
-    reserved_by="ddprun.config.schema.Pipeline",  # a backend's name is a key of it, too
+    reserved_names_path="ddprun.config.schema.Pipeline",  # a backend's name is a key of it, too
 )

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 ResumeMode = Literal["no", "yes", "if begun"]
 """Whether to resume the run in the folder: never, always, or only if the folder holds one."""
 
-Mode = Literal["rb", "r+b", "a+b", "ab", "wb", "xb"]
+OpenMode = Literal["rb", "r+b", "a+b", "ab", "wb", "xb"]
 """As `open` has them; `a+b` is also for files that are locked."""
 
 RUN_INFO_FILE = "run.json"
@@ -33,7 +33,7 @@ MAX_JSON_DEPTH = 100
 MAX_LINE_BYTES = 64 << 20  # longest line of a file of records that is read
 _MAX_JUNK_BYTES, _MIN_LINE_BYTES = 16 << 20, 1 << 10
 
-_OPEN_FLAGS: dict[Mode, int] = {
+_OPEN_FLAGS: dict[OpenMode, int] = {
     "rb": os.O_RDONLY,
     "r+b": os.O_RDWR,
     "a+b": os.O_RDWR | os.O_CREAT | os.O_APPEND,
@@ -53,7 +53,7 @@ class WrongFileTypeError(OSError):
         super().__init__(errno.ELOOP, f"{path.name} is {link}not {wanted}", str(path))
 
 
-class JunkBudget:
+class InvalidBytes:
     """How much of a file of records may be none: a lost tail after a crash, torn lines. A file that somebody
     has made of holes, or of empty lines, would take hours to read.
     """
@@ -61,7 +61,7 @@ class JunkBudget:
     def __init__(self, name: str | Path) -> None:
         self._name, self._left_bytes = Path(name).name, _MAX_JUNK_BYTES
 
-    def spend(self, count: int) -> None:
+    def count_invalid_bytes(self, count: int) -> None:
         """Count bytes of a line that is no record, at least 1 KiB; raises OSError if it is too much."""
         self._left_bytes -= max(count, _MIN_LINE_BYTES)
         if self._left_bytes < 0:
@@ -69,7 +69,9 @@ class JunkBudget:
             raise OSError(errno.EFBIG, problem, self._name)
 
 
-def open_file(folder: Path, name: str | Path, mode: Mode = "rb", *, make_folders: bool = False) -> IO[bytes]:
+def open_file(
+    folder: Path, name: str | Path, mode: OpenMode = "rb", *, make_folders: bool = False
+) -> IO[bytes]:
     """Open a regular file of a run by its name below the folder, with the folders that lead to it. Raises
     OSError: WrongFileTypeError behind a link, EMLINK if `mode` continues a file with other names.
     """
@@ -129,7 +131,7 @@ def read_json_object(folder: Path, name: str | Path) -> dict[str, Any]:
     return found
 
 
-def pipeline_folder(run_dir: Path) -> Path:
+def read_pipeline_folder(run_dir: Path) -> Path:
     """The folder of the pipeline file that a run began with; raises as `read_json_object` does."""
     folder = read_json_object(run_dir, RUN_INFO_FILE).get("pipeline_folder")
     if not isinstance(folder, str):
@@ -163,7 +165,7 @@ def parse_json(data: bytes, *, finite: bool = True) -> Any:
     raise ValueError(f"nested more than {MAX_JSON_DEPTH} deep")
 
 
-def describe_invalid(error: Exception) -> str:
+def describe_read_error(error: Exception) -> str:
     """What is wrong with a file that somebody else may have written; of a model, its first wrong field."""
     if not isinstance(error, ValidationError):
         return str(error)

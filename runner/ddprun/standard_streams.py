@@ -58,7 +58,7 @@ def protect_standard_streams() -> None:
         except OSError:  # it is the smallest that is free, so `os.open` gives it
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
-        setattr(sys, name, _protected(getattr(sys, name), descriptor))
+        setattr(sys, name, _make_never_failing(getattr(sys, name), descriptor))
 
 
 def print_stderr(text: str) -> None:
@@ -76,7 +76,7 @@ def print_stdout(text: str) -> None:
     _write_line(sys.stdout, text)
 
 
-def flush() -> None:
+def flush_standard_streams() -> None:
     """Flush stdout and stderr, before the process ends without the interpreter's normal shutdown."""
     for stream in (sys.stdout, sys.stderr):
         _flush(stream)
@@ -107,7 +107,7 @@ def _flush(stream: IO[str] | None) -> None:
             stream.flush()
 
 
-def _protected(stream: IO[str] | None, descriptor: int) -> IO[str] | None:
+def _make_never_failing(stream: IO[str] | None, descriptor: int) -> IO[str] | None:
     if stream is None:  # Python has found it closed
         return io.TextIOWrapper(NeverFailingFileIO(descriptor), "utf-8", "backslashreplace")
     if not isinstance(stream, io.TextIOWrapper):

@@ -297,9 +297,9 @@ def test_of_a_checkpoint_of_an_earlier_version_only_the_length_counts() -> None:
     held_out = HeldOutData(Given(9, float), lambda problem, _: ValueError(problem), None)
     found = DatasetFingerprints(none, held_out, {}, rank=0)
     (name, saved), *_ = found.for_checkpoint().items()
-    assert not found.changes({name: saved})
+    assert not found.find_changes({name: saved})
     other = {**saved, "digests": ["0"] * 8}
-    assert found.changes({name: other})
+    assert found.find_changes({name: other})
     del other["by_value"]
-    assert not found.changes({name: other})
-    assert found.changes({name: {**other, "length": 8}})
+    assert not found.find_changes({name: other})
+    assert found.find_changes({name: {**other, "length": 8}})

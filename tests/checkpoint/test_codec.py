@@ -21,8 +21,8 @@ from torch import nn
 from ddprun.checkpoint.codec import (
     DamagedError,
     UnstorableError,
-    decode,
-    encode,
+    decode_state,
+    encode_state,
     read_tensors,
     write_tensors,
 )
@@ -50,8 +50,8 @@ DTYPES = {
 
 
 def there_and_back(state: dict[str, Any]) -> dict[str, Any]:
-    encoded = encode(state)
-    return decode(json.loads(json.dumps(encoded.tree, allow_nan=False)), encoded.tensors)
+    encoded = encode_state(state)
+    return decode_state(json.loads(json.dumps(encoded.tree, allow_nan=False)), encoded.tensors)
 
 
 def test_state_comes_back_as_it_was() -> None:
@@ -101,10 +101,10 @@ def test_sparse_tensors_come_back_as_they_were() -> None:
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own
 def test_indices_outside_of_a_sparse_tensor_are_refused() -> None:
     """They would be written to memory of others."""
-    encoded = encode({"a": torch.eye(3).to_sparse()})
+    encoded = encode_state({"a": torch.eye(3).to_sparse()})
     encoded.tensors["a/indices"][0, 0] = 3
     with pytest.raises(ValueError, match="state is inconsistent"):
-        decode(encoded.tree, encoded.tensors)
+        decode_state(encoded.tree, encoded.tensors)
 
 
 def test_numbers_of_numpy_come_back_as_pythons() -> None:
@@ -118,7 +118,7 @@ def test_numbers_of_numpy_come_back_as_pythons() -> None:
 def test_what_is_taken_apart_no_longer_follows_the_original() -> None:
     """Training goes on while it is written."""
     weights = torch.ones(3)
-    encoded = encode({"weights": weights})
+    encoded = encode_state({"weights": weights})
     weights.zero_()
     assert torch.equal(encoded.tensors["weights"], torch.ones(3))
 
@@ -137,7 +137,7 @@ def test_what_cannot_be_held_is_told(state: dict[str, Any], words: str) -> None:
     """With its place and its kind."""
     for copy in (True, False):
         with pytest.raises(UnstorableError, match=words):
-            encode(state, copy=copy)
+            encode_state(state, copy=copy)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_what_cannot_be_held_is_told(state: dict[str, Any], words: str) -> None:
 def test_state_that_does_not_hold_together_is_refused(tree: dict[str, Any]) -> None:
     """An unknown tag does nothing."""
     with pytest.raises(ValueError, match="state is inconsistent"):
-        decode(tree, {})
+        decode_state(tree, {})
 
 
 # Safetensors files.

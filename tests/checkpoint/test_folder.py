@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from ddprun.checkpoint import folder
-from ddprun.checkpoint.codec import DamagedError, encode
+from ddprun.checkpoint.codec import DamagedError, encode_state
 from ddprun.checkpoint.folder import FileRecords
-from ddprun_hooks.comm.control import ControlChannel
+from ddprun_hooks.comm.control_channel import ControlChannel
 from ddprun_hooks.comm.groups import RankGroup
 from ddprun_hooks.testing import run_ranks
 from tests.hooks.test_stacks import assert_same
@@ -32,9 +32,11 @@ def described(root: Path, step: int, ranks: int, files: FileRecords) -> folder.C
 def write(root: Path, step: int = 7, token: str = "t", ranks: int = 2) -> folder.Checkpoint:
     files: FileRecords = {}
     for name in ["shared", *map(folder.rank_part_name, range(ranks))]:
-        files |= folder.write_part(folder.unfinished_path(root, step, token), name, encode(STATE))
+        files |= folder.write_part(
+            folder.unfinished_checkpoint_path(root, step, token), name, encode_state(STATE)
+        )
     checkpoint = described(root, step, ranks, files)
-    folder.commit(folder.unfinished_path(root, step, token), checkpoint, files)
+    folder.commit(folder.unfinished_checkpoint_path(root, step, token), checkpoint, files)
     return checkpoint
 
 
@@ -46,11 +48,15 @@ def verify_all(root: Path, step: int) -> folder.Checkpoint:
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     """And its name appears at the very end."""
-    files = folder.write_part(folder.unfinished_path(tmp_path, 7, "t"), "rank-00000", encode(STATE))
+    files = folder.write_part(
+        folder.unfinished_checkpoint_path(tmp_path, 7, "t"), "rank-00000", encode_state(STATE)
+    )
     assert folder.steps_in(tmp_path) == []
-    files |= folder.write_part(folder.unfinished_path(tmp_path, 7, "t"), "shared", encode(STATE))
+    files |= folder.write_part(
+        folder.unfinished_checkpoint_path(tmp_path, 7, "t"), "shared", encode_state(STATE)
+    )
     checkpoint = described(tmp_path, 7, 1, files)
-    folder.commit(folder.unfinished_path(tmp_path, 7, "t"), checkpoint, files)
+    folder.commit(folder.unfinished_checkpoint_path(tmp_path, 7, "t"), checkpoint, files)
     assert folder.steps_in(tmp_path) == [7]
     found = verify_all(tmp_path, 7)
     assert_same(folder.read_part(found, "rank-00000"), STATE)
@@ -72,7 +78,9 @@ def test_older_ones_are_deleted(tmp_path: Path) -> None:
     """By step, and what writing has left behind too."""
     for step in (500, 1500, 1000, 123_456_789):
         write(tmp_path, step)
-    folder.write_part(folder.unfinished_path(tmp_path, 2000, "dead"), "shared", encode(STATE))
+    folder.write_part(
+        folder.unfinished_checkpoint_path(tmp_path, 2000, "dead"), "shared", encode_state(STATE)
+    )
     (tmp_path / "notes").mkdir()
     folder.prune(tmp_path, 2)
     folder.recover_interrupted_writes(tmp_path)
@@ -93,7 +101,7 @@ def test_what_a_killed_run_has_left_of_a_deletion_keeps_nothing_from_being_delet
 def test_one_that_was_being_replaced_gets_its_name_back(tmp_path: Path) -> None:
     """Killed between the two renamings: the older of the two is whole, and there."""
     write(tmp_path, token="a").path.rename(tmp_path / ".step-00000007.replaced")
-    folder.write_part(folder.unfinished_path(tmp_path, 7, "b"), "shared", encode(STATE))
+    folder.write_part(folder.unfinished_checkpoint_path(tmp_path, 7, "b"), "shared", encode_state(STATE))
     assert folder.steps_in(tmp_path) == []
     folder.recover_interrupted_writes(tmp_path)
     verify_all(tmp_path, 7)
@@ -116,15 +124,17 @@ def test_what_is_not_seen_is_no_checkpoint(tmp_path: Path) -> None:
     """A rank says that it has written a file, which is not where rank 0 looks, or only in part."""
     files: FileRecords = {}
     for name in ("shared", "rank-00000"):
-        files |= folder.write_part(folder.unfinished_path(tmp_path, 7, "t"), name, encode(STATE))
-    path = folder.unfinished_path(tmp_path, 7, "t") / "rank-00000.json"
+        files |= folder.write_part(
+            folder.unfinished_checkpoint_path(tmp_path, 7, "t"), name, encode_state(STATE)
+        )
+    path = folder.unfinished_checkpoint_path(tmp_path, 7, "t") / "rank-00000.json"
     path.write_text("{")
     checkpoint = described(tmp_path, 7, 1, files)
     with pytest.raises(OSError, match=r"rank-00000\.json is incomplete here"):
-        folder.commit(folder.unfinished_path(tmp_path, 7, "t"), checkpoint, files)
+        folder.commit(folder.unfinished_checkpoint_path(tmp_path, 7, "t"), checkpoint, files)
     path.unlink()
     with pytest.raises(FileNotFoundError):
-        folder.commit(folder.unfinished_path(tmp_path, 7, "t"), checkpoint, files)
+        folder.commit(folder.unfinished_checkpoint_path(tmp_path, 7, "t"), checkpoint, files)
     assert folder.steps_in(tmp_path) == []
 
 
@@ -184,8 +194,8 @@ def test_a_file_that_cannot_be_read_is_waited_for_by_nobody(tmp_path: Path) -> N
     elsewhere.mkdir()
     theirs.parent.mkdir()
     theirs.symlink_to(elsewhere)
-    files = folder.write_part(ours, "rank-00000", encode(STATE)) | folder.write_part(
-        ours, "shared", encode(STATE)
+    files = folder.write_part(ours, "rank-00000", encode_state(STATE)) | folder.write_part(
+        ours, "shared", encode_state(STATE)
     )
     (ours / "rank-00000.json").unlink()
 
@@ -194,7 +204,7 @@ def test_a_file_that_cannot_be_read_is_waited_for_by_nobody(tmp_path: Path) -> N
         if group.rank == 0:
             folder.send_files(control, 1, ours, files)
             return ""
-        folder.make_folder(theirs)
+        folder.make_checkpoint_folder(theirs)
         with pytest.raises(OSError, match=r"rank-00000\.json did not arrive complete") as caught:
             folder.receive_files(control, 0, theirs, files)
         return str(caught.value)

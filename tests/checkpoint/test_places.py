@@ -259,7 +259,7 @@ def test_what_one_host_loses_the_others_have(lost: int) -> None:
         places = [CheckpointLocation(Path(), rank, leaders) for rank in range(len(leaders))]
         kept = places[0].files_kept()
         assert all(place.files_kept() == kept for place in places)
-        gone = places[0].folders[lost % len(kept)]
+        gone = places[0].folder_leaders[lost % len(kept)]
         left = {leader: files for leader, files in kept.items() if leader != gone}
         everything = set(folder.file_names(folder.part_names(len(leaders))))
         assert set().union(*left.values()) == everything

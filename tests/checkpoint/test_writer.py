@@ -18,13 +18,13 @@ import torch.distributed as dist
 from safetensors.torch import save
 
 from ddprun.checkpoint import folder
-from ddprun.checkpoint.codec import EncodedState, encode
+from ddprun.checkpoint.codec import EncodedState, encode_state
 from ddprun.checkpoint.location import CheckpointLocation
 from ddprun.checkpoint.writer import CheckpointOutcome, CheckpointWriter
-from ddprun.engine.failures import FailureContext, open_ranks
-from ddprun.engine.state import report_checkpoints
-from ddprun.parallel.ranks import Environment
-from ddprun_hooks.comm.control import open_control_channel
+from ddprun.engine.checkpoint_state import report_checkpoint_outcomes
+from ddprun.engine.failures import FailureContext, make_ranks_and_watchdog
+from ddprun.parallel.ranks import RankEnvironment
+from ddprun_hooks.comm.control_channel import open_control_channel
 from ddprun_hooks.comm.gpu import PinnedStaging
 from tests.fake_gpu import FakeGpu
 from tests.ranks import as_processes
@@ -44,8 +44,10 @@ def writers(root: Path, hold: threading.Event | None = None, **changes: Any) -> 
 
 
 def parts(rank: int, numel: int = 1000) -> dict[str, EncodedState]:
-    own = {folder.rank_part_name(rank): encode({"rank": rank, "own": torch.full((numel,), float(rank))})}
-    return own if rank else {"shared": encode({"shared": torch.arange(numel)}), **own}
+    own = {
+        folder.rank_part_name(rank): encode_state({"rank": rank, "own": torch.full((numel,), float(rank))})
+    }
+    return own if rank else {"shared": encode_state({"shared": torch.arange(numel)}), **own}
 
 
 def everyone(ranks: list[CheckpointWriter], step: int, **options: Any) -> CheckpointOutcome:
@@ -75,7 +77,7 @@ def close(ranks: list[CheckpointWriter]) -> None:
 def test_all_parts_are_one_checkpoint(tmp_path: Path) -> None:
     """With everybody's files; only the newest are kept, and at the end nothing that was not finished."""
     ranks = writers(tmp_path)
-    folder.unfinished_path(tmp_path, 5, "before-0").mkdir()
+    folder.unfinished_checkpoint_path(tmp_path, 5, "before-0").mkdir()
     for step in (10, 20, 30):
         outcome = everyone(ranks, step, wait=step == 30)
         assert outcome.problem is None
@@ -120,7 +122,7 @@ def test_one_that_comes_too_soon_is_not_missed_where_the_end_writes_it(tmp_path:
     session.reporter.note = said.append
     session.runtime.memory_checkpoints, session.runtime.checkpoints = None, ranks[0]
     session.runtime.display_path = Path
-    report_checkpoints(session)
+    report_checkpoint_outcomes(session)
     assert said == []
     assert (tmp_path / "step-00000020").is_dir()
 
@@ -210,8 +212,8 @@ HOSTS = (0, 0, 2, 3, 3)
 
 def on_three_hosts(root: Path) -> list[str | None]:
     """What became of two checkpoints, the first of which host 2 cannot write whole, on rank 0."""
-    ranks = open_ranks(Environment.read(), 60.0, FailureContext())
-    ranks.connect()
+    ranks = make_ranks_and_watchdog(RankEnvironment.read(), 60.0, FailureContext())
+    ranks.connect_store()
     ranks.join(torch.device("cpu"), "gloo")
     control, other = (open_control_channel(timedelta(seconds=20)) for _ in range(2))
     rank = ranks.rank
@@ -222,13 +224,13 @@ def on_three_hosts(root: Path) -> list[str | None]:
     settings["every"] = 0
     writer = CheckpointWriter(place, ranks.store, after_write=lambda _: over.release(), **settings)
     if rank == 2:  # a folder in the place of a file of the host before it
-        unfinished = folder.unfinished_path(disk, 10, "t-0")
+        unfinished = folder.unfinished_checkpoint_path(disk, 10, "t-0")
         (unfinished / folder.file_names([folder.rank_part_name(1)])[0]).mkdir(parents=True)
     outcomes: list[str | None] = []
     for step in (10, 20):
         other.barrier()
         own = parts(rank)
-        own |= {"shared": encode({"shared": torch.arange(1000)})} if place.leads else {}
+        own |= {"shared": encode_state({"shared": torch.arange(1000)})} if place.leads else {}
         writer.enqueue(step, own)
         assert over.acquire(timeout=30)
         other.barrier()
@@ -325,7 +327,7 @@ def test_page_locked_memory_is_used_again_once_it_is_written() -> None:
         assert staging.try_acquire()
         assert not staging.try_acquire(), "it is in use"
         copied = {name: staging.copy(tensor) for name, tensor in weights.items()}
-        staging.fence_copies()
+        staging.block_current_stream()
         staging.wait()
         assert all(torch.equal(copied[name], tensor) for name, tensor in weights.items())
         assert all(tensor.data_ptr() % 8 == 0 for tensor in copied.values())

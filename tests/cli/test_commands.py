@@ -282,11 +282,11 @@ def test_colors(
 
 def test_progress_is_a_line_every_few_seconds(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
     """However often something is going on."""
-    from ddprun.cli.printing import progress
+    from ddprun.cli.printing import make_progress_printer
 
     seconds = iter((0.0, 0.1, 4.9, 5.0, 9.9, 10.0))
     monkeypatch.setattr("ddprun.cli.printing.time", SimpleNamespace(monotonic=lambda: next(seconds)))
-    show = progress()
+    show = make_progress_printer()
     for number in range(6):
         show(f"turn {number}")
     assert capsys.readouterr().err == "ddprun: turn 0\nddprun: turn 3\nddprun: turn 5\n"

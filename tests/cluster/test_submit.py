@@ -452,7 +452,7 @@ def test_a_character_that_is_cut_in_the_output_is_whole(
             file.write(written)
         return f"JobId=7 JobState={state} Reason=None"
 
-    monkeypatch.setattr(backend, "_call", answer)
+    monkeypatch.setattr(backend, "_run_slurm_command", answer)
     monkeypatch.setattr(backend, "_POLL_S", 0.0)
     shown: list[str] = []
     assert job.follow("7", shown.append) == ("FAILED", False)

@@ -25,7 +25,7 @@ from ddprun.compare.runs import (
     Variant,
     VariantRuns,
     comparison_rows,
-    fill_from_records,
+    load_run_records,
     load_variant,
     make_variants,
     noise_factor,
@@ -36,7 +36,7 @@ from ddprun.compare.time_slices import TimeSliceScheduler
 from ddprun.config import load
 from ddprun.report.blocks import format_with_equal_decimals
 from ddprun.report.digest import digest_run
-from ddprun.telemetry.reader import Run
+from ddprun.telemetry.reader import RecordedRun
 from tests.ranks import Running, ddprun
 from tests.report.made_up import STEP_US, make
 from tests.report.pages import rewrite
@@ -64,7 +64,7 @@ def seeded(
     """A variant with a run for each seed."""
     runs = []
     for seed, options in enumerate(made):
-        run = Run(make(folder / f"{name}-{seed}", **options))
+        run = RecordedRun(make(folder / f"{name}-{seed}", **options))
         times = {turn: TurnTimes(step_s, step_s / 16) for turn, step_s in enumerate(turns_s, start=1)}
         runs.append(SeedRun(run.folder, seed, 0, digest_run(run), times))
     return VariantRuns(Variant(name, Path("p.yaml"), twin=twin), runs)
@@ -132,7 +132,7 @@ def test_speed_counts_the_samples_of_a_rank_without_records(tmp_path: Path) -> N
         run = SeedRun(make(tmp_path / str(missing), steps=40))
         if missing:
             (run.folder / "steps" / "rank-00001.jsonl").unlink()
-        fill_from_records(run, 10)
+        load_run_records(run, 10)
         found.append(run.times_by_turn)
     assert found[0] == found[1] == dict.fromkeys((1, 2, 3), TurnTimes(STEP_US / 1e6, STEP_US / 16 / 1e6))
 
@@ -140,7 +140,7 @@ def test_speed_counts_the_samples_of_a_rank_without_records(tmp_path: Path) -> N
 def test_losses_are_compared_after_equal_samples(tmp_path: Path) -> None:
     """The run that has seen fewest says after how many; a run that failed has none."""
     long, short = side(tmp_path, "long", [0.01] * 8, steps=40), side(tmp_path, "short", [0.01] * 8, steps=20)
-    failed = VariantRuns(Variant("failed", Path("p.yaml")), [SeedRun(tmp_path / "failed", code=1)])
+    failed = VariantRuns(Variant("failed", Path("p.yaml")), [SeedRun(tmp_path / "failed", exit_code=1)])
     table = comparison_rows([long, short, failed])
     expected = (1 / 19 + 1 / 20) / 2 + 0.5  # the last tenth of 320 samples, of ranks that are 1 apart
     assert [row["loss"] for row in table] == [pytest.approx(expected), pytest.approx(expected), None]
@@ -160,20 +160,20 @@ def test_losses_are_compared_over_the_same_samples(tmp_path: Path, monkeypatch: 
     assert first["loss"] == row["loss"] == pytest.approx(statistics.fmean(1 / n for n in range(37, 41)) + 0.5)
     assert row["learning"] == "learns the same"
     rewrite(tmp_path / "often-0", "steps", lambda record: record.update(samples=12 - 8 * record["rank"]))
-    weighted = learning.loss_after(often.digests[0].run, 40 * 16)
+    weighted = learning.windowed_loss_at(often.digests[0].run, 40 * 16)
     assert weighted == pytest.approx(row["loss"] - 0.25)  # three quarters of a step's samples are rank 0's
     curve = [(40, 4.0, 40), (80, 2.0, 40), (120, 1.0, 40)]
     monkeypatch.setattr(learning, "_losses_by_samples_seen", lambda _: curve)
-    assert learning.loss_after(often.digests[0].run, 100) == 1.0
-    parts = learning.loss_after(often.digests[0].run, 84)
+    assert learning.windowed_loss_at(often.digests[0].run, 100) == 1.0
+    parts = learning.windowed_loss_at(often.digests[0].run, 84)
     assert parts == pytest.approx((4.4 * 2.0 + 4 * 1.0) / 8.4)
 
 
 def test_how_soon_a_loss_is_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a mean over a tenth of all samples, not by one lucky step, and not before a tenth of them."""
-    run = Run(make(tmp_path / "run", steps=40))
+    run = RecordedRun(make(tmp_path / "run", steps=40))
     samples = 40 * 16
-    early, late = learning.loss_after(run, samples // 2), learning.loss_after(run, samples)
+    early, late = learning.windowed_loss_at(run, samples // 2), learning.windowed_loss_at(run, samples)
     assert early is not None
     assert late is not None
     assert late < early
@@ -242,7 +242,9 @@ def test_one_loss_decides_how_well_a_variant_learns(tmp_path: Path, monkeypatch:
 
     first, unclear = under("first", (20,), 0.5, 0.7, 0.6), under("unclear", (20,), 0.6, 0.6, 0.6)
     trained = under("trained", (), 0.5, 0.7, 0.6)
-    monkeypatch.setattr(learning, "loss_after", lambda run, _: 1.0 if "first" in run.folder.name else 0.5)
+    monkeypatch.setattr(
+        learning, "windowed_loss_at", lambda run, _: 1.0 if "first" in run.folder.name else 0.5
+    )
     (_, row) = comparison_rows([first, unclear])
     assert (row["decided_by"], row["learning"]) == ("held_out_loss", "shows no clear difference in learning")
     assert row["loss_difference_high"] < 0
@@ -322,14 +324,14 @@ def test_the_table_has_four_forms(tmp_path: Path) -> None:
     other = side(tmp_path, "other", [0.005] * 8, late=0)
     other.variant = Variant("[bold]a|b", Path("p.yaml"))
     table = comparison_rows([first, other])
-    lines = compare.render(table, "markdown").splitlines()
+    lines = compare.render_rows(table, "markdown").splitlines()
     assert "|  | samples/s | times the first | exposed | sent per step | fidelity |  |" in lines
     cells = [r"[bold]a\|b", "3,200.0 ± 0.0", "2.00 (2.00 to 2.00)", "15%", "8 kB", "-"]
     assert f"| {' | '.join([*cells, 'faster, and learns the same'])} |" in lines
     assert "|  | seeds | loss | against the first |" in lines
     assert r"| [bold]a\|b | 1 | 0.5513 | +0 |" in lines
     assert lines[-1] == "- Choose [bold]a|b: it is the fastest that does not learn worse."
-    lines = compare.render(table, "text").splitlines()
+    lines = compare.render_rows(table, "text").splitlines()
     assert lines[:5] == [
         "Speed: over 8 turns, with 95% intervals.",
         "",
@@ -344,14 +346,20 @@ def test_the_table_has_four_forms(tmp_path: Path) -> None:
         "[bold]a|b      1  0.5513                 +0",
     ]
     assert lines[-1] == "Choose [bold]a|b: it is the fastest that does not learn worse."
-    assert [row["variant"] for row in json.loads(compare.render(table, "json"))] == ["first", "[bold]a|b"]
-    assert [row["turns"] for row in csv.DictReader(io.StringIO(compare.render(table, "csv")))] == ["8", "8"]
+    assert [row["variant"] for row in json.loads(compare.render_rows(table, "json"))] == [
+        "first",
+        "[bold]a|b",
+    ]
+    assert [row["turns"] for row in csv.DictReader(io.StringIO(compare.render_rows(table, "csv")))] == [
+        "8",
+        "8",
+    ]
 
 
 def test_turns_that_the_first_has_not_taken_are_not_counted(tmp_path: Path) -> None:
     """A longer run's further turns are compared with nothing."""
     table = comparison_rows([side(tmp_path, "first", [0.01] * 8), side(tmp_path, "longer", [0.005] * 20)])
-    assert compare.render(table, "text").startswith("Speed: over 8 turns,")
+    assert compare.render_rows(table, "text").startswith("Speed: over 8 turns,")
 
 
 def test_all_combinations_are_named() -> None:
@@ -476,7 +484,7 @@ def test_two_settings_are_compared(tmp_path: Path) -> None:
     assert [row["seeds"] for row in table] == [2, 2, 2]
     assert table[1]["learning"] == "learns the same"
     assert [row["chosen"] for row in table] == [True, False, False], "noop is nothing to choose"
-    other = [line.loss for line in Run(tmp_path / "out" / "0-seed-1").step_records(0)]
+    other = [line.loss for line in RecordedRun(tmp_path / "out" / "0-seed-1").step_records(0)]
     assert all(row["loss_after_samples"] == 60 * 16 for row in table)
     assert table[0]["loss"] == table[1]["loss"] != table[2]["loss"]
     assert table[0]["wire_bytes_per_step"] > 5000 > table[2]["wire_bytes_per_step"]
@@ -484,7 +492,7 @@ def test_two_settings_are_compared(tmp_path: Path) -> None:
     alone = ddprun("p.yaml", "--run-dir=alone", cwd=tmp_path)
     assert alone.code == 0, alone.stderr
     of_turns, of_one = (
-        [(line.step, line.loss) for line in Run(tmp_path / name).step_records(0)]
+        [(line.step, line.loss) for line in RecordedRun(tmp_path / name).step_records(0)]
         for name in ("out/0-seed-0", "alone")
     )
     assert of_turns == of_one
@@ -493,10 +501,10 @@ def test_two_settings_are_compared(tmp_path: Path) -> None:
     assert "everything else on this page of the first one" in page
     first_seeds = [SeedRun(tmp_path / "out" / f"{number}-seed-0") for number in range(3)]
     for one in first_seeds:
-        fill_from_records(one, turn_steps=10)
+        load_run_records(one, turn_steps=10)
     speeds = format_with_equal_decimals(one.digest and one.digest.steps_per_s for one in first_seeds)
     assert "".join(f"<td>{speed}</td>" for speed in speeds) in page
-    steps = list(Run(tmp_path / "out" / "0-seed-0").step_records(1))
+    steps = list(RecordedRun(tmp_path / "out" / "0-seed-0").step_records(1))
     assert max(line.step_us for line in steps[1:]) < 2e6, "waiting for a turn is none of a step's time"
 
 

@@ -12,9 +12,9 @@ from torch.distributed import HashStore
 from ddprun.compare.hosts import HostCoordinator, HostMessage
 from ddprun.doctor import Report
 from ddprun.doctor.links import LinkMeasurement, link_findings
-from ddprun.launch.meeting import HostGroup, HostsError
+from ddprun.launch.host_group import HostGroup, HostsError
 from ddprun.predict.links import parse_links
-from ddprun.telemetry.reader import Run
+from ddprun.telemetry.reader import RecordedRun
 from tests.namespaces import hosts, needs_namespaces
 from tests.ranks import Running
 from tests.tune.test_command import PIPELINE, SLOW, VARY
@@ -122,7 +122,7 @@ def test_two_hosts_compare_over_their_own_link(tmp_path: Path) -> None:
     assert rows[0]["wire_bytes_per_step"] > 1.5 * rows[2]["wire_bytes_per_step"]
     (folder,) = tmp_path.glob("runs/compare/*")
     for seed in range(2):
-        assert Run(folder / f"2-seed-{seed}").started.hosts == ["node0", "node1"]
+        assert RecordedRun(folder / f"2-seed-{seed}").started.hosts == ["node0", "node1"]
     assert (folder / "2-seed-1.host-1.log").exists()
     assert (folder / "report.html").exists()
 

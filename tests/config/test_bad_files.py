@@ -8,7 +8,7 @@ import pytest
 
 from ddprun.config import PipelineError, load
 from ddprun.config.catalog import json_schema
-from ddprun.config.reader import read_file
+from ddprun.config.yaml_reader import read_pipeline_file
 from tests.config import bad
 
 VALIDATOR = jsonschema.Draft202012Validator(json_schema())
@@ -47,7 +47,7 @@ def test_every_fault_quotes_its_line(case: bad.Bad) -> None:
 )
 def test_the_json_schema_refuses_what_it_can_tell(case: bad.Bad) -> None:
     """The schema that editors use refuses what `check` refuses, where JSON Schema can say it at all."""
-    root, faults = read_file(case.path)
+    root, faults = read_pipeline_file(case.path)
     if faults:
         assert case.schema_refuses is None, "what is no YAML never reaches a schema"
     else:

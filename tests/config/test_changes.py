@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from ddprun.config import LoadedPipeline, PipelineError
-from ddprun.config.changes import check_and_list_changes, learning_rates_changed
+from ddprun.config.resume_changes import check_and_list_changes, learning_rates_changed
 
 Load = Callable[..., LoadedPipeline]
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import get_args
 
 from ddprun.config import load
-from ddprun.config.resolved import to_plain_data
 from ddprun.config.scalars import format_scalar
 from ddprun.config.sections import Compile
 from ddprun.config.stages import OVERRIDABLE_KEYS, STAGES
+from ddprun.config.yaml_writer import to_plain_data
 from ddprun.plugins import SYNC_POLICIES, TRACKERS
 from ddprun.sync.plan import BufferSettings
 
@@ -97,7 +97,8 @@ def test_every_tracker_is_on_its_page_with_its_options() -> None:
     """The table of trackers is complete, and names every option of each."""
     text = (Path(__file__).parents[2] / "docs" / "records.md").read_text(encoding="utf-8")
     wanted = {
-        f"`{name}: {{{', '.join(TRACKERS.load(name).Options.model_fields)}}}`" for name in TRACKERS.built_in()
+        f"`{name}: {{{', '.join(TRACKERS.load(name).Options.model_fields)}}}`"
+        for name in TRACKERS.built_in_names()
     }
     assert {row.split(" | ")[0] for row in re.findall(r"^\| (`\w+: \{.*?) \|$", text, re.MULTILINE)} == wanted
 

@@ -10,12 +10,12 @@ import jsonschema
 import pytest
 from pydantic import ValidationError
 
-from ddprun.config import signatures
-from ddprun.config.catalog import KINDS, entries_of_kind, json_schema
+from ddprun.config import torch_signatures
+from ddprun.config.catalog import CATALOG_KINDS, entries_of_kind, json_schema
 from ddprun.config.choices import CHOICE_KINDS, parse_choice
-from ddprun.config.reader import read_file
 from ddprun.config.sections import parse_buffers
 from ddprun.config.stages import OVERRIDABLE_KEYS, STAGES, parse_stage
+from ddprun.config.yaml_reader import read_pipeline_file
 from ddprun.plugins import CLUSTERS
 
 PIPELINES = Path(__file__).parents[2] / "pipelines"
@@ -92,7 +92,7 @@ def references(schema: Any) -> Iterator[str]:
 @pytest.mark.parametrize("path", sorted(PIPELINES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_shipped_pipelines_are_valid(path: Path) -> None:
     """What `check` takes the schema takes too."""
-    root, _ = read_file(path)
+    root, _ = read_pipeline_file(path)
     assert root is not None
     jsonschema.validate(root.data(), SCHEMA, cls=jsonschema.Draft202012Validator)
 
@@ -106,7 +106,7 @@ def test_the_shipped_schema_is_up_to_date() -> None:
 
 
 def options() -> Iterator[tuple[str, str, str]]:
-    for kind in KINDS:
+    for kind in CATALOG_KINDS:
         for entry in entries_of_kind(kind):
             for option in entry["options"]:
                 yield kind, entry["name"], option["name"]
@@ -215,7 +215,7 @@ def test_torch_names_are_known_in_their_usual_spellings() -> None:
     """Torch's own, lower case, and for a loss the function's."""
     for spelled in ("CrossEntropyLoss", "crossentropyloss", "cross_entropy", "binary_cross_entropy"):
         assert accepts("loss", spelled)
-    for name in signatures.offered_class_names("optimizer"):
+    for name in torch_signatures.offered_class_names("optimizer"):
         assert accepts("optimizer", name)
         assert accepts("optimizer", name.lower())
 

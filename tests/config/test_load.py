@@ -17,7 +17,7 @@ from ddprun.config import (
     TrainStage,
     load,
 )
-from ddprun.config.built_ins import Digits, Mlp, Synthetic
+from ddprun.config.built_in_options import DigitsOptions, MlpOptions, SyntheticDataOptions
 from ddprun.config.load import _folder_safe_name
 
 Load = Callable[..., LoadedPipeline]
@@ -42,7 +42,7 @@ def test_a_minimal_file_gets_every_default(loaded: Load) -> None:
 def test_a_built_in_carries_its_settings(loaded: Load, spelled: str) -> None:
     """The options of a built-in come with every default, as plain data and as a model."""
     model = loaded(f"model:\n  {spelled}\ndata: digits\noptimizer: sgd\n", base=False).pipeline.model
-    assert model.settings == Mlp(inputs=64, outputs=10)
+    assert model.settings == MlpOptions(inputs=64, outputs=10)
     assert model.options == {"inputs": 64, "hidden": [], "outputs": 10, "activation": "relu"}
     assert (model.kind, model.name, model.source) == ("model", "mlp", "built-in")
 
@@ -104,11 +104,11 @@ def test_data_given_apart_is_used_whole(loaded: Load) -> None:
     text = "stages: [{train: {epochs: 1}}, evaluate]\n"
     pipeline = loaded(text, "data={train: digits, evaluate: {synthetic: {dtype: float64}}}").pipeline
     assert isinstance(pipeline.data, DataPair)
-    assert isinstance(pipeline.data.train.settings, Digits)
+    assert isinstance(pipeline.data.train.settings, DigitsOptions)
     assert pipeline.data.train.settings.held_out is None
     assert pipeline.data.train.options["held_out"] is None
     assert pipeline.data.evaluate is not None
-    assert isinstance(pipeline.data.evaluate.settings, Synthetic)
+    assert isinstance(pipeline.data.evaluate.settings, SyntheticDataOptions)
     assert pipeline.data.evaluate.settings.held_out == 0
 
 

@@ -9,8 +9,8 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from ddprun import options
-from ddprun.config import schema, signatures
-from ddprun.config.choices import CHOICE_KINDS, VALIDATION_CONTEXT, parse_choice
+from ddprun.config import schema, torch_signatures
+from ddprun.config.choices import CHOICE_KINDS, HOOK_VALIDATION_CONTEXT, parse_choice
 from ddprun_hooks.config.messages import BOUND_ERROR_TYPES, EXPECTED_BY_ERROR_TYPE, OWN_ERROR_TYPE
 from ddprun_hooks.config.options import HookOptions
 
@@ -41,18 +41,18 @@ def models() -> list[type[BaseModel]]:
 def test_every_error_has_a_sentence() -> None:
     """Each type of error that any value of any key can raise is told in words of our own."""
     for kind in ("optimizer", "schedule", "loss"):
-        for name in signatures.offered_class_names(kind):
-            signatures.torch_options_model(kind, name)
+        for name in torch_signatures.offered_class_names(kind):
+            torch_signatures.torch_options_model(kind, name)
     seen: set[str] = set()
     for model in models():
         for odd in ODD:
             seen |= errors_of(model.model_validate, odd)
             for key in [*model.model_fields, "unknown"]:
-                validate = functools.partial(model.model_validate, context=VALIDATION_CONTEXT)
+                validate = functools.partial(model.model_validate, context=HOOK_VALIDATION_CONTEXT)
                 seen |= errors_of(validate, {key: odd})
     assert schema.Pipeline in models()
     assert len(seen) > 10
-    # `extra_forbidden` becomes a sentence of its own on the way, see `errors.with_key_hints`.
+    # `extra_forbidden` becomes a sentence of its own on the way, see `errors.add_key_hints`.
     assert seen - {"extra_forbidden"} <= WORDED_ERROR_TYPES
 
 

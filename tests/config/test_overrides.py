@@ -48,7 +48,7 @@ def test_a_schedule_has_its_span_beside_it(loaded: Load, written: str) -> None:
     overrides = ["schedule.over=run", "schedule.cosineannealinglr.eta_min=0"]
     for order in (overrides, overrides[::-1]):
         assert loaded(text, *order).pipeline.schedule == Choice(
-            "schedule", "CosineAnnealingLR", {"eta_min": 0}, "torch", beside={"over": "run"}
+            "schedule", "CosineAnnealingLR", {"eta_min": 0}, "torch", sibling_keys={"over": "run"}
         )
     with pytest.raises(PipelineError, match="would be a second choice"):
         loaded(text, "schedule.over=run", "schedule.LinearLR.start_factor=1")

@@ -131,7 +131,7 @@ def test_a_broken_one_disturbs_nobody(capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_name_that_is_a_key_already_is_no_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     """A package cannot take a pipeline's own keys away, and no command offers such a cluster."""
     assert CLUSTERS.reserved_names == Pipeline.model_fields.keys()
-    assert CLUSTERS.installed() == ("broken", "site")
+    assert CLUSTERS.installed_names() == ("broken", "site")
     assert pipeline_with_cluster_keys(["site"]).model_fields["model"].is_required()
     assert json_schema()["properties"]["model"]["$ref"] == "#/$defs/model"
     Path("p.yaml").write_text(BASE)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from ddprun.config import PipelineError, load
 from ddprun.config.faults import Source
-from ddprun.config.reader import parse_yaml
 from ddprun.config.tree import find_nearest
+from ddprun.config.yaml_reader import parse_yaml
 
 YAMLISH = st.text(alphabet="ab01: -[]{}?&*!|>'\"%@`#,\\\n\t~.<\0\u2028\ufeffé", max_size=200)
 

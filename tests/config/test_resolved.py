@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddprun.config import ForwardStage, LoadedPipeline, TrainStage, load
-from ddprun.config.resolved import to_plain_data, written_yaml
+from ddprun.config.yaml_writer import to_plain_data, written_yaml
 
 Load = Callable[..., LoadedPipeline]
 

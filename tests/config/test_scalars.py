@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddprun.config.faults import Source
-from ddprun.config.reader import parse_yaml
 from ddprun.config.scalars import Scalar, format_scalar, parse_scalar
+from ddprun.config.yaml_reader import parse_yaml
 
 # The core schema's table (YAML 1.2.2, 10.3.2), and what YAML 1.1 reads otherwise.
 CORE: list[tuple[str, Scalar]] = [

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from ddprun.config import length_option_to_fill, signatures, tensor_options
-from ddprun.config.signatures import TorchKind
+from ddprun.config import length_option_to_fill, tensor_options, torch_signatures
+from ddprun.config.torch_signatures import TorchKind
 
 MODULES: dict[TorchKind, str] = {
     "optimizer": "torch.optim",
     "schedule": "torch.optim.lr_scheduler",
     "loss": "torch.nn",
 }
-EVERY = [(kind, name) for kind in MODULES for name in signatures.offered_class_names(kind)]
+EVERY = [(kind, name) for kind in MODULES for name in torch_signatures.offered_class_names(kind)]
 
 
 def real(kind: TorchKind, name: str) -> Any:
@@ -26,7 +26,7 @@ def real(kind: TorchKind, name: str) -> Any:
 def test_options_are_those_of_the_real_class(kind: TorchKind, name: str) -> None:
     """Each class exists, takes each option that is offered, and needs none that is not."""
     takes = inspect.signature(real(kind, name)).parameters
-    offered = {item.name: item for item in signatures.torch_options(kind, name)}
+    offered = {item.name: item for item in torch_signatures.torch_options(kind, name)}
     assert offered.keys() <= takes.keys()
     needed = {key for key, item in takes.items() if item.default is item.empty} - {"params", "optimizer"}
     filled = {length_option_to_fill(name, {})}
@@ -42,21 +42,21 @@ def test_nothing_of_torch_is_missing() -> None:
         for name in optim.__all__
         if inspect.isclass(getattr(optim, name)) and issubclass(getattr(optim, name), optim.Optimizer)
     } - {"Optimizer"}
-    assert known == set(signatures.offered_class_names("optimizer"))
+    assert known == set(torch_signatures.offered_class_names("optimizer"))
     for name in schedules.__all__:
         if name != "LRScheduler":
-            assert (name in signatures.offered_class_names("schedule")) != bool(
-                signatures.why_not_offered("schedule", name)
+            assert (name in torch_signatures.offered_class_names("schedule")) != bool(
+                torch_signatures.why_not_offered("schedule", name)
             )
     nn = importlib.import_module("torch.nn")
     losses = [name for name in dir(nn) if name.endswith(("Loss", "Loss2d"))]
     assert len(losses) > 20
     for name in losses:
-        if signatures.find_class("loss", name) == name:
-            assert (name in signatures.offered_class_names("loss")) != bool(
-                signatures.why_not_offered("loss", name)
+        if torch_signatures.find_class_name("loss", name) == name:
+            assert (name in torch_signatures.offered_class_names("loss")) != bool(
+                torch_signatures.why_not_offered("loss", name)
             )
-    offered = set(signatures.offered_class_names("loss"))
+    offered = set(torch_signatures.offered_class_names("loss"))
     assert offered >= {"CrossEntropyLoss", "MSELoss", "BCEWithLogitsLoss", "HuberLoss"}
     assert not offered & {"CTCLoss", "TripletMarginLoss", "CosineEmbeddingLoss", "GaussianNLLLoss"}
 
@@ -92,13 +92,13 @@ def test_tensors_are_known() -> None:
 def test_one_of_several_words_is_a_string(value: object) -> None:
     """Nothing else passes for one of the words that an option takes."""
     with pytest.raises(ValidationError, match="should be 'min' or 'max'"):
-        signatures.torch_options_model("schedule", "ReduceLROnPlateau").model_validate({"mode": value})
+        torch_signatures.torch_options_model("schedule", "ReduceLROnPlateau").model_validate({"mode": value})
 
 
 @pytest.mark.parametrize(("kind", "name"), EVERY)
 def test_every_class_is_described(kind: TorchKind, name: str) -> None:
     """The catalog has a sentence for each class."""
-    summary = signatures.torch_options_model(kind, name).__doc__ or ""
+    summary = torch_signatures.torch_options_model(kind, name).__doc__ or ""
     assert len(summary) > 10
     assert ":" not in summary[:2]
     assert not summary.startswith(("Example", "Args"))

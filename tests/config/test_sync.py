@@ -15,9 +15,9 @@ from ddprun.config import (
     PipelineError,
     StepStage,
     TrainStage,
-    built_ins,
+    built_in_options,
 )
-from ddprun.config.resolved import to_plain_data
+from ddprun.config.yaml_writer import to_plain_data
 from ddprun.sync.policies.average import Average
 from ddprun.sync.policies.broadcast import Broadcast
 from ddprun.sync.policies.diloco import Diloco
@@ -153,12 +153,12 @@ def test_a_forward_stage_overrides_what_it_names(loaded: Load) -> None:
     assert [hook.name for hook in first.hooks] == ["fp16"]
     assert first.buffers == BufferSettings(when="never")
     assert first.update is not None
-    assert first.update.settings == built_ins.EvolutionStrategies(std=0.05, population=4)
+    assert first.update.settings == built_in_options.EvolutionStrategiesOptions(std=0.05, population=4)
     assert first.mutate is None
     assert first.optimizer == pipeline.optimizer
     assert (second.accumulate, second.update) == (4, None)
     assert second.mutate is not None
-    assert second.mutate.settings == built_ins.Noise(std=1.0)
+    assert second.mutate.settings == built_in_options.NoiseOptions(std=1.0)
     assert second.optimizer.options == {"lr": 0.5}
     assert (third.epochs, third.hooks, third.clip_norm, third.update) == (2, (), None, None)
     assert (third.sync.name, third.buffers) == ("average", BufferSettings(every=2))

@@ -10,20 +10,20 @@ import torch
 
 from ddprun.cli.doctor import format_report
 from ddprun.doctor import Finding, Report, pair_label
+from ddprun.doctor.between_hosts import version_findings
 from ddprun.doctor.host import Gpus, cpu_core_finding, gpu_finding, shm_finding
-from ddprun.doctor.hosts import version_findings
 from ddprun.doctor.links import (
     LinkMeasurement,
     ListeningPorts,
     _CallTiming,
     _LinkBenchmark,
+    all_reduce_rates_by_bytes,
     clock_findings,
     find_unreachable_ports,
     link_findings,
     listen_on_ports,
-    measured_pairs,
+    pairs_to_measure,
     port_findings,
-    rates_by_bytes,
 )
 from ddprun.host.dev_shm import ShmSpace
 from ddprun.units import format_duration
@@ -64,7 +64,7 @@ def test_a_report_in_json_gives_the_findings_back() -> None:
 @pytest.mark.parametrize("hosts", range(1, 20))
 def test_up_to_eight_hosts_each_pair_is_measured_and_of_more_the_neighbours(hosts: int) -> None:
     """Each once, and every host takes part."""
-    found = measured_pairs(hosts)
+    found = pairs_to_measure(hosts)
     assert found == [(i, j) for i in range(hosts) for j in range(i + 1, hosts) if hosts <= 8 or j == i + 1]
     assert hosts == 1 or {host for pair in found for host in pair} == {*range(hosts)}
 
@@ -238,9 +238,9 @@ def test_sizes_that_say_more_of_the_hosts_than_of_the_link_are_left_out(
         took_s = nbytes / rate + 2 * latency_s
         return [_CallTiming(took_s + late_s, busy * took_s) for late_s in (0.0, 0.0, 0.1)]
 
-    monkeypatch.setattr(_LinkBenchmark, "repeat", repeat)
+    monkeypatch.setattr(_LinkBenchmark, "time_collective", repeat)
     calls = _LinkBenchmark(torch.device("cpu")).time_all_reduces(latency_s)
     assert max(calls) == max([1 << 22, *told])
-    found = rates_by_bytes(calls, latency_s, by_cpu=True)
+    found = all_reduce_rates_by_bytes(calls, latency_s, by_cpu=True)
     assert [nbytes for nbytes, _ in found] == told
     assert [mbit for _, mbit in found] == pytest.approx([100.0] * len(told))

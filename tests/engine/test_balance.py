@@ -14,9 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddprun.engine.balance import Balance, share_out
+from ddprun.engine.balance import ShareBalancer, apportion
 from ddprun.engine.data import Feed
-from ddprun.engine.samples import deal
+from ddprun.engine.samples import positions_by_rank
 from ddprun.telemetry.control_message import OWN_AT, READY_AT, STEPS_AT, US_AT
 from ddprun_hooks.comm.groups import RankGroup
 from tests.checkpoint.runs import MLP, MODULE, asked, final, run
@@ -32,7 +32,7 @@ from tests.ranks import ddprun
 def test_every_first_part_of_a_micro_batch_is_shared_in_proportion(ranks: int) -> None:
     """Each position is one rank's, and equal shares are dealt round robin."""
     for shares in product(range(1, 8), repeat=ranks):
-        owners = {at: rank for rank, positions in enumerate(deal(shares)) for at in positions}
+        owners = {at: rank for rank, positions in enumerate(positions_by_rank(shares)) for at in positions}
         total = sum(shares)
         assert sorted(owners) == list(range(total))
         for length in range(total + 1):
@@ -49,7 +49,7 @@ def test_shares_add_up_in_proportion_within_their_bounds(
 ) -> None:
     """At least one sample each, none above the most, and no other shares would let all be done earlier."""
     total, most = size * len(speeds), int(max_share * size)
-    shares = share_out(speeds, total, most)
+    shares = apportion(speeds, total, most)
     assert sum(shares) == total
     assert all(1 <= share <= most for share in shares)
     done_at, last = max((share / speed, share) for share, speed in zip(shares, speeds, strict=True))
@@ -60,10 +60,10 @@ def test_shares_add_up_in_proportion_within_their_bounds(
 
 def test_what_a_share_may_not_have_goes_to_the_others() -> None:
     """Of a rank that is far faster, or far slower, than a micro-batch can show."""
-    assert share_out([1, 1, 1], 128, 64) == (43, 43, 42)
-    assert share_out([9, 1, 1, 1], 128, 64) == (64, 22, 21, 21)
-    assert share_out([1000, 1], 8, 8) == (7, 1)
-    assert share_out([1, 0.27, 0.27], 8, 8) == (6, 1, 1)
+    assert apportion([1, 1, 1], 128, 64) == (43, 43, 42)
+    assert apportion([9, 1, 1, 1], 128, 64) == (64, 22, 21, 21)
+    assert apportion([1000, 1], 8, 8) == (7, 1)
+    assert apportion([1, 0.27, 0.27], 8, 8) == (6, 1, 1)
 
 
 # The feed.
@@ -204,7 +204,7 @@ def decide(
     """The changes of shares, and when, of ranks that take so long for a sample at a time in seconds."""
     draw, now, step, posted_at, changes = random.Random(seed), 0.0, 0, 0.0, []
     ranks = len(us_per_sample(0))
-    balance = Balance((32,) * ranks, most=64, by_speed=True)
+    balance = ShareBalancer((32,) * ranks, max_rank_samples=64, by_speed=True)
     balance.begin_stage(0)
     waiting: list[Any] = []
     while now < seconds:
@@ -216,9 +216,9 @@ def decide(
         waiting.append(message)
         now += 1.05e-6 * max(busy)
         if now >= posted_at + 0.5:
-            balance.add(range(step + 1 - len(waiting), step + 1), np.stack(waiting))
+            balance.add_messages(range(step + 1 - len(waiting), step + 1), np.stack(waiting))
             waiting, posted_at = [], now
-        if balance.changes_after(step):
+        if balance.adjust_shares_after(step):
             changes.append((now, balance.shares))
     return changes
 
@@ -236,15 +236,15 @@ def test_a_rank_half_as_fast_gets_half_as_much_within_three_windows(step_ms: int
 
 def test_the_first_steps_are_not_measured() -> None:
     """Two of them, in which memory is allocated and files are opened; then a window of eight."""
-    balance = Balance((32, 32), most=64, by_speed=True)
+    balance = ShareBalancer((32, 32), max_rank_samples=64, by_speed=True)
     balance.begin_stage(0)
     message = np.zeros((1, 2, READY_AT + 1))
     message[..., STEPS_AT], message[..., US_AT], message[..., OWN_AT] = 1, 2e3, [1e3, 2e3]
     for step in range(1, 10):
-        balance.add([step], message)
-        assert not balance.changes_after(step)
-    balance.add([10], message)
-    assert balance.changes_after(10)
+        balance.add_messages([step], message)
+        assert not balance.adjust_shares_after(step)
+    balance.add_messages([10], message)
+    assert balance.adjust_shares_after(10)
     assert balance.shares == (43, 21)
 
 
@@ -478,9 +478,9 @@ stages: [{train: {steps: 8}}, save]
 
 def test_shares_of_a_checkpoint_are_no_larger_than_the_file_allows() -> None:
     """A rank has run out of memory, and `max_share` is lower now."""
-    state = Balance((24, 8), most=32, by_speed=True).state_dict()
+    state = ShareBalancer((24, 8), max_rank_samples=32, by_speed=True).state_dict()
     for most, shares in ((24, (24, 8)), (20, (16, 16))):
-        resumed = Balance((16, 16), most=most, by_speed=True)
+        resumed = ShareBalancer((16, 16), max_rank_samples=most, by_speed=True)
         resumed.load_state_dict(state)
         assert resumed.shares == shares
 

@@ -13,7 +13,7 @@ from torch import nn
 from ddprun import EXIT_BAD_INPUT
 from ddprun.config import PipelineError, load
 from ddprun.engine.data import StepBatches
-from ddprun.engine.objective import Objective, Precision, zero_gradients
+from ddprun.engine.objective import Objective, Precision, zero_gradients_in_backward
 from ddprun.engine.stage_run import StageRun
 from ddprun.engine.worker import run_worker
 from tests.engine.running import events, lines, run_pipeline, run_to_end, summary, weights
@@ -364,7 +364,7 @@ class UsesOne(torch.autograd.Function):
 def test_a_parameter_without_a_gradient_stays_without() -> None:
     """Where a batch does not count, and others get zeros."""
     model = nn.ParameterList([torch.ones(()), torch.ones(())])
-    with zero_gradients(model):
+    with zero_gradients_in_backward(model):
         UsesOne.apply(*model).backward()  # type: ignore[no-untyped-call]
     assert [None if param.grad is None else param.grad.item() for param in model] == [0.0, None]
 
@@ -429,7 +429,7 @@ def test_ranks_that_train_apart_exchange_no_counts(folder: Path, sync: str, exch
 
 
 def counted_gathers(file: Path) -> int:
-    from ddprun_hooks.comm.control import ControlChannel
+    from ddprun_hooks.comm.control_channel import ControlChannel
 
     count, gather = 0, ControlChannel.all_gather
 
@@ -614,18 +614,18 @@ stages: [train: {{epochs: 3}}]
 def fed(folder: Path, sampler: str) -> list[list[int]]:
     """Indices that this rank loads in each epoch."""
     from ddprun.config.load import load
-    from ddprun.engine.feeds import open_training_feeds
-    from ddprun.host.code_folders import prepare_imports
+    from ddprun.engine.feeds import build_training_feeds
+    from ddprun.host.code_folders import add_import_folder
 
     (folder / "s.yaml").write_text(SAMPLED.format(sampler=sampler))
     loaded = load(folder / "s.yaml")
-    prepare_imports(folder)
+    add_import_folder(folder)
     found: list[list[int]] = []
     for rank in range(2):
-        feed = open_training_feeds(loaded, Places(), rank=rank, world_size=2).main
+        feed = build_training_feeds(loaded, Places(), rank=rank, world_size=2).main
         for step in feed.steps(1, epochs=3):
             found += ([rank, feed.epoch, *micro.content.tolist()] for micro in step.micro_batches)
-    again = open_training_feeds(loaded, Places(), rank=1, world_size=2).main
+    again = build_training_feeds(loaded, Places(), rank=1, world_size=2).main
     again.load_state_dict({"epoch": 2, "samples": 16})
     (rest,) = (
         [1, 2, *micro.content.tolist()]
@@ -767,7 +767,7 @@ def places_used(folder: Path, name: str, until: int | None) -> list[list[int]]:
     import os
 
     from ddprun.engine import loop
-    from ddprun.engine.state import close_checkpoints
+    from ddprun.engine.checkpoint_state import close_checkpoint_writers
 
     found: list[list[int]] = []
     train, between = loop.train_step, loop.act_on_messages
@@ -780,7 +780,7 @@ def places_used(folder: Path, name: str, until: int | None) -> list[list[int]]:
     def stopping(run: Any, *given: Any) -> Any:
         ends = between(run, *given)
         if run.session.state.step == until:
-            close_checkpoints(run.session)
+            close_checkpoint_writers(run.session)
             os._exit(0)
         return ends
 

@@ -26,13 +26,13 @@ from torch.utils.data import (
 )
 
 from ddprun.config import Loader, PipelineError, load
-from ddprun.engine.build import build_data, build_model, build_stage_held_out
+from ddprun.engine.build import build_datasets, build_model, build_stage_held_out
 from ddprun.engine.data import BatchDataset, Feed
-from ddprun.engine.feeds import open_training_feeds
-from ddprun.engine.samples import BatchError, collate, digest_of
+from ddprun.engine.feeds import build_training_feeds
+from ddprun.engine.samples import BatchFault, collate, digest_samples
 from ddprun.engine.seeding import seed_everything
 from ddprun.zoo.data import text
-from ddprun_hooks.comm.control import ControlChannel
+from ddprun_hooks.comm.control_channel import ControlChannel
 from ddprun_hooks.comm.groups import RankGroup
 from ddprun_hooks.testing import run_ranks
 from tests.ranks import as_processes
@@ -47,7 +47,7 @@ class Sample:
 @pytest.mark.parametrize("kind", [Sample, lambda value: array("i", [value]), lambda value: [{"x": value}]])
 def test_digests_tell_samples_apart_by_their_values(kind: Callable[[int], Any]) -> None:
     """Also those of a dataclass, and those that give their bytes, as images do."""
-    assert digest_of([kind(1)]) == digest_of([kind(1)]) != digest_of([kind(2)])
+    assert digest_samples([kind(1)]) == digest_samples([kind(1)]) != digest_samples([kind(2)])
 
 
 def test_a_digest_of_objects_of_unknown_types_is_of_their_type() -> None:
@@ -57,7 +57,7 @@ def test_a_digest_of_objects_of_unknown_types_is_of_their_type() -> None:
         def __getattr__(self, name: str) -> Any:
             raise KeyError(name)
 
-    assert digest_of([Lookup()]) == digest_of([Lookup()]) != digest_of([object()])
+    assert digest_samples([Lookup()]) == digest_samples([Lookup()]) != digest_samples([object()])
 
 
 class Ids(Dataset[tuple[int, int]]):
@@ -412,7 +412,7 @@ def test_a_sampler_of_an_iterable_is_refused(tmp_path: Path) -> None:
         "loader: {sampler: torch.utils.data.RandomSampler, shuffle: false}\nstages: [{train: {steps: 1}}]\n"
     )
     with pytest.raises(PipelineError, match=r"an iterable dataset has an order of its own: loader\.sampler"):
-        open_training_feeds(load(tmp_path / "p.yaml"), Stream(8), rank=0, world_size=1)
+        build_training_feeds(load(tmp_path / "p.yaml"), Stream(8), rank=0, world_size=1)
 
 
 def test_a_loader_as_data_is_refused(tmp_path: Path) -> None:
@@ -423,8 +423,8 @@ def test_a_loader_as_data_is_refused(tmp_path: Path) -> None:
         f"optimizer: sgd\nstages: [train: {{steps: 1, data: {made}}}, evaluate: {{data: {made}}}]\n"
     )
     loaded = load(tmp_path / "p.yaml")
-    of_stages = partial(open_training_feeds, dataset=Ids(8), rank=0, world_size=1)
-    for build in (build_data, build_stage_held_out, of_stages):
+    of_stages = partial(build_training_feeds, dataset=Ids(8), rank=0, world_size=1)
+    for build in (build_datasets, build_stage_held_out, of_stages):
         with pytest.raises(PipelineError, match="gives DataLoader; give the data set itself; batch_size"):
             build(loaded)
 
@@ -513,7 +513,7 @@ class Random(Stream):
 def begins_anew(group: RankGroup, kind: Any, sharded: bool) -> bool:
     source = feed(kind(40), group.rank, group.size, sharded=sharded, workers=2, shuffle=False)
     compare(group, source)
-    return source.begins_anew()
+    return source.repeats_first_sample()
 
 
 @pytest.mark.parametrize(
@@ -703,7 +703,7 @@ class PartStream(IterableDataset[tuple[int, int]]):
 
 
 def compare(group: RankGroup, source: Feed) -> list[int]:
-    return source.compare_ranks(ControlChannel(group.process_groups[0]))
+    return source.ranks_with_other_samples(ControlChannel(group.process_groups[0]))
 
 
 def seeds_of_gpus(group: RankGroup) -> tuple[bool, list[int]]:
@@ -711,7 +711,7 @@ def seeds_of_gpus(group: RankGroup) -> tuple[bool, list[int]]:
     source = feed(OneSource(64), 0, 1, workers=2)
     with mock.patch.object(torch.cuda, "manual_seed_all", seeds.append):
         compare(group, source)
-        anew = source.begins_anew()
+        anew = source.repeats_first_sample()
         epoch(source)
     return anew, seeds
 
@@ -973,7 +973,7 @@ def test_a_sample_that_raises_stop_iteration_does_not_end_the_epoch(
 def test_a_sample_without_a_value_or_a_key_is_named(odd: Any, shown: str) -> None:
     """Beside the first one, so that what differs can be seen."""
     made = collate([{"x": torch.zeros(4), "y": 1}, odd], [0, 1])
-    assert isinstance(made, BatchError)
+    assert isinstance(made, BatchFault)
     first = "sample 0 is {x: float32 (4,), y: int}"
     assert made.problem == f"samples do not fit into one batch: {first}, {shown}"
 
@@ -987,7 +987,7 @@ def test_synthetic_tokens_are_for_the_transformer(tmp_path: Path) -> None:
     )
     loaded = load(path)
     assert loaded.warnings == ()
-    train, _ = build_data(loaded)
+    train, _ = build_datasets(loaded)
     assert len(train) == 3
     tokens, targets = default_collate([*train])
     assert tokens.shape == targets.shape == (3, 8)
@@ -1003,7 +1003,7 @@ def test_too_little_text_is_told_without_what_is_held_out(tmp_path: Path) -> Non
     path.write_text("model: a.b\ndata: {text: {files: a.txt, context: 95}}\noptimizer: sgd\n")
     told = r"90 bytes to train on are too few for a window of 95 \(context\) .*; 10 of 100 bytes are held out"
     with pytest.raises(PipelineError, match=told):
-        build_data(load(path))
+        build_datasets(load(path))
 
 
 @pytest.mark.parametrize("files", ["*.txt", "{here}/*.txt"])

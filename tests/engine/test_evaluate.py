@@ -11,7 +11,7 @@ from torch import nn
 
 from ddprun import EXIT_BAD_INPUT
 from ddprun.config import load
-from ddprun.engine.evaluate import passes_of_rank
+from ddprun.engine.evaluate import rank_batches
 from ddprun.engine.worker import run_worker
 from tests.engine.running import events, run_pipeline, run_to_end, summary
 from tests.ranks import as_processes
@@ -274,7 +274,7 @@ def test_a_metric_may_call_collectives(tmp_path: Path, more: str) -> None:
 @pytest.mark.parametrize("most", [1, 4, 64])
 def test_calls_are_as_many_and_as_large_on_every_rank(length: int, ranks: int, most: int) -> None:
     """Sample i goes to rank i modulo ranks, once and in order."""
-    passes = [list(passes_of_rank(range(length), most, rank, ranks)) for rank in range(ranks)]
+    passes = [list(rank_batches(range(length), most, rank, ranks)) for rank in range(ranks)]
     sizes = [[len(samples) for samples, _ in of_rank] for of_rank in passes]
     assert sizes == [sizes[0]] * ranks
     assert all(0 < size <= most for size in sizes[0])

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from ddprun.checkpoint import folder as checkpoints
 from ddprun.config import load
 from ddprun.config.stages import MonitoredMetric
-from ddprun.engine.save import saved_step
+from ddprun.engine.save import read_saved_step
 from tests.checkpoint.runs import CNN, COMPARED, MLP, MODULE, final, told
 from tests.engine.running import events, run_pipeline, summary, weights
 from tests.ranks import ddprun
@@ -259,7 +259,7 @@ def test_the_best_of_steps_that_are_taken_again_is_not_kept(tmp_path: Path) -> N
     """A run is killed after its best evaluation, then goes on from before it at another rate."""
     text = STOPPED.replace("every: 3", "every: 8").replace("steps: 60", "steps: 15")
     run_dir = launch(tmp_path, text, 2, kill="1 27", code=1)
-    assert saved_step(run_dir, "best.safetensors") == 10
+    assert read_saved_step(run_dir, "best.safetensors") == 10
     assert checkpoints.steps_in(run_dir / "checkpoints") == [8]
     launch(tmp_path, text.replace("lr: 0.01", "lr: 10.0"), 2)
     (removed,) = [event for event in events(run_dir) if event["event"] == "best_removed"]
@@ -267,7 +267,7 @@ def test_the_best_of_steps_that_are_taken_again_is_not_kept(tmp_path: Path) -> N
     losses = {one["step"]: one["loss"] for one in evaluated(run_dir)}
     best = summary(run_dir)["best"]
     assert losses[5] < best["value"] == losses[best["step"]], "that of step 5 was overwritten"
-    assert saved_step(run_dir, "best.safetensors") == best["step"]
+    assert read_saved_step(run_dir, "best.safetensors") == best["step"]
 
 
 def test_a_best_that_cannot_be_written_costs_no_run(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from ddprun.cli import main
 from ddprun.config import load
-from ddprun.telemetry.writer import Writer
+from ddprun.telemetry.writer import RecordWriter
 from tests.checkpoint.test_damage import small_disk
 from tests.engine.running import summary, to_its_end
 from tests.ranks import as_processes
@@ -136,7 +136,7 @@ def test_records_that_are_lost_are_told_and_the_run_is_done(disk: Path) -> None:
 
 def test_a_writer_that_cannot_bring_out_the_rest_says_so_and_ends(disk: Path) -> None:
     """What it held back did not fit when its file was closed: a traceback of its thread."""
-    writer = Writer(disk)
+    writer = RecordWriter(disk)
     writer.put("x", b"first\n")
     writer.flush()
     fill(disk)

@@ -92,12 +92,14 @@ def test_channels_last_is_for_what_has_four_dimensions(folder: Path) -> None:
     """A 3D convolution keeps its layout; lazy parameters have none yet."""
     (folder / "p.yaml").write_text(PIPELINE.replace("CHANNELS_LAST", "true"))
     loaded, cpu = load(folder / "p.yaml"), torch.device("cpu")
-    model = build.place_model(loaded, nn.Sequential(nn.Conv3d(2, 4, 3), nn.Conv2d(2, 4, 3)), cpu, None)
+    model = build.move_and_convert_model(
+        loaded, nn.Sequential(nn.Conv3d(2, 4, 3), nn.Conv2d(2, 4, 3)), cpu, None
+    )
     volumes, images = (param for param in model.parameters() if param.dim() > 1)
     assert volumes.is_contiguous()
     assert images.is_contiguous(memory_format=torch.channels_last)
     with pytest.raises(PipelineError, match="channels_last: torch cannot convert modules with lazy"):
-        build.place_model(loaded, nn.Sequential(nn.LazyConv2d(4, 3)), cpu, None)
+        build.move_and_convert_model(loaded, nn.Sequential(nn.LazyConv2d(4, 3)), cpu, None)
 
 
 def test_sync_batchnorm_on_cpus_is_one_clear_error(folder: Path) -> None:
@@ -114,6 +116,6 @@ def test_sync_batchnorm_replaces_batchnorm_elsewhere(folder: Path) -> None:
     """Torch's own conversion, with the same names."""
     (folder / "p.yaml").write_text("sync_batchnorm: true\n" + PIPELINE.replace("CHANNELS_LAST", "false"))
     model = nn.Sequential(nn.Conv2d(6, 12, 3), nn.BatchNorm2d(12))
-    made = build.place_model(load(folder / "p.yaml"), model, torch.device("meta"), None)
+    made = build.move_and_convert_model(load(folder / "p.yaml"), model, torch.device("meta"), None)
     assert isinstance(list(made.children())[1], nn.SyncBatchNorm)
     assert {name for name, _ in made.named_buffers()} >= {"1.running_mean", "1.running_var"}

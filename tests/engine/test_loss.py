@@ -18,8 +18,8 @@ from ddprun.engine.objective import Objective, Precision
 from ddprun.engine.worker import run_worker
 from ddprun.explain.explain import explain
 from ddprun.explain.text import render_text
-from ddprun.host.code_folders import prepare_imports
-from ddprun.telemetry.reader import Run
+from ddprun.host.code_folders import add_import_folder
+from ddprun.telemetry.reader import RecordedRun
 from ddprun.track import StepInfo, curves
 from tests.checkpoint import runs
 from tests.engine.running import SAMPLES, events, lines, run_pipeline, run_to_end, summary, weights
@@ -303,7 +303,7 @@ def joined(folder: Path, pipeline: str) -> tuple[Any, Any]:
     """What a run of it would train, and its objective."""
     (folder / "p.yaml").write_text(pipeline)
     loaded = load(folder / "p.yaml")
-    prepare_imports(folder)
+    add_import_folder(folder)
     torch.manual_seed(0)
     model, loss = build.build_model(loaded), build.build_loss(loaded)
     computes = Objective(loaded, loss, Precision("fp32", torch.device("cpu")))
@@ -498,7 +498,7 @@ def test_numbers_beside_the_loss_are_curves(sync: str, tmp_path: Path) -> None:
     metrics = found["metrics"]
     assert metrics["fit"] + 0.1 * metrics["size"] == pytest.approx(metrics["loss"])
     assert f'ddprun_value{{name="fit"}} {last["fit"]}' in (run / "metrics.prom").read_text()
-    *_, record = Run(run).step_records(0)
+    *_, record = RecordedRun(run).step_records(0)
     assert curves(StepInfo(record, {}))["values/fit"] == last["fit"]
     assert ddprun_here("report", str(run), cwd=tmp_path).code == 0
     assert "fit over steps" in (run / "report.html").read_text()

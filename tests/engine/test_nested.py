@@ -10,7 +10,7 @@ from torch import nn
 from ddprun.config import PipelineError, load
 from ddprun.engine import build, seeding
 from ddprun.engine.objective import Objective, Precision
-from ddprun.host.code_folders import prepare_imports
+from ddprun.host.code_folders import add_import_folder
 from tests.ranks import ddprun_here
 
 MODULE = """
@@ -81,14 +81,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("nested")
     (found / "parts.py").write_text(MODULE)
     (found / "broken.py").write_text("raise OSError('no such library')\n")
-    prepare_imports(found)
+    add_import_folder(found)
     return found
 
 
 def made(folder: Path, options: str) -> Any:
     (folder / "p.yaml").write_text(PIPELINE.replace("OPTIONS", options))
     seeding.seed_everything(0)
-    return build.build_data(load(folder / "p.yaml"))[0]
+    return build.build_datasets(load(folder / "p.yaml"))[0]
 
 
 def test_objects_are_made_innermost_first_once_and_under_the_seed(folder: Path) -> None:
@@ -182,7 +182,7 @@ def test_what_is_not_trusted_is_refused_at_any_depth(
     loaded = load(file)
     monkeypatch.setenv("DDPRUN_TRUSTED", "./parts,torch")
     with pytest.raises(PipelineError, match=r"may not be imported|parts\.torch\.load"):
-        build.build_data(loaded)
+        build.build_datasets(loaded)
 
 
 def test_what_is_trusted_may_be_made(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -289,7 +289,7 @@ def test_pruning_keeps_the_last_finite_one(tmp_path: Path) -> None:
     }
 
     def take(step: int, nonfinite: str | None) -> list[int]:
-        unfinished = checkpoints.unfinished_path(tmp_path, step, "t")
+        unfinished = checkpoints.unfinished_checkpoint_path(tmp_path, step, "t")
         unfinished.mkdir(parents=True)
         for name in files:
             (unfinished / name).write_text("{}")

@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 
 from ddprun.config import load
 from ddprun.engine import build
-from ddprun.engine.loop import drop_gradients
+from ddprun.engine.loop import clear_gradients
 from ddprun.engine.optimizers import build_optimizer, settings_of_stages
 from ddprun.engine.turns import build_turns
 from ddprun.engine.worker import run_worker
-from ddprun.host.code_folders import prepare_imports
+from ddprun.host.code_folders import add_import_folder
 from tests.checkpoint.runs import final
 from tests.engine.running import SAMPLES, events, run_pipeline, run_to_end, weights
 from tests.ranks import as_processes
@@ -95,7 +95,7 @@ def by_hand(
     """After each step, with the samples of these of two ranks: weights in training, those of `eval()`, and
     the loss of these over all samples.
     """
-    prepare_imports(folder)
+    add_import_folder(folder)
     (folder / "init.yaml").write_text(text(optimizer, "train: {steps: 1}"))
     module = importlib.import_module("modes")
     package, _, name = optimizer.rpartition(".")
@@ -206,6 +206,6 @@ def test_a_zero_grad_of_its_own_is_called() -> None:
     own.zero_grad = lambda set_to_none=True: called.append(set_to_none)  # type: ignore[method-assign]
     for optimizer, left in ((own, True), (plain, False)):
         param.grad = torch.ones(2)
-        drop_gradients(optimizer)
+        clear_gradients(optimizer)
         assert (param.grad is not None) == left
     assert called == [True]

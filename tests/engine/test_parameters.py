@@ -16,9 +16,9 @@ from ddprun.config import PipelineError, load
 from ddprun.engine import build
 from ddprun.engine.optimizers import build_optimizer
 from ddprun.engine.turns import build_turns
-from ddprun.engine.weights import load_weights
+from ddprun.engine.weights import load_initial_weights
 from ddprun.engine.worker import run_worker
-from ddprun.host.code_folders import prepare_imports
+from ddprun.host.code_folders import add_import_folder
 from tests.engine.running import events, run_pipeline, summary, weights
 from tests.ranks import as_processes, ddprun_here
 
@@ -53,7 +53,7 @@ stages:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("names")
     (found / "names.py").write_text(MODULE)
-    prepare_imports(found)
+    add_import_folder(found)
     return found
 
 
@@ -66,7 +66,7 @@ def model_of(folder: Path, more: str, *, compiled: bool = False) -> nn.Module:
     loaded = load(folder / "p.yaml")
     torch.manual_seed(0)
     model = build.build_model(loaded)
-    load_weights(loaded, model)
+    load_initial_weights(loaded, model)
     return build.join_loss_and_freeze(loaded, model, None, torch.device("cpu"), None)
 
 
@@ -223,14 +223,14 @@ def broken_off(folder: Path) -> None:
     import os
 
     from ddprun.engine import loop
-    from ddprun.engine.state import close_checkpoints
+    from ddprun.engine.checkpoint_state import close_checkpoint_writers
 
     step = loop.act_on_messages
 
     def until_six(run: Any, agreed_steps: Any, exchanged: bool) -> Any:
         found = step(run, agreed_steps, exchanged)
         if run.session.state.step == 6:
-            close_checkpoints(run.session)
+            close_checkpoint_writers(run.session)
             os._exit(0)
         return found
 

@@ -148,11 +148,11 @@ def test_tuples_and_classes_derived_from_dict_stay_what_they_are() -> None:
 def test_a_checkpoint_of_a_cpu_is_restored_on_a_gpu() -> None:
     """Which has a generator more; one that is there is restored."""
     gpu, set_to = torch.device("cuda", 0), list[Any]()
-    state = seeding.generator_state(torch.device("cpu"))
+    state = seeding.rng_state(torch.device("cpu"))
     with mock.patch.object(torch.cuda, "set_rng_state", lambda *given: set_to.append(given)):
-        seeding.restore_generators(state, gpu)
+        seeding.restore_rng_state(state, gpu)
         assert not set_to
-        seeding.restore_generators({**state, "cuda": torch.zeros(16)}, gpu)
+        seeding.restore_rng_state({**state, "cuda": torch.zeros(16)}, gpu)
     assert len(set_to) == 1
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from ddprun.config import load
-from ddprun.engine.build import build_data
+from ddprun.engine.build import build_datasets
 from ddprun.engine.compiling import compile_model
-from ddprun.engine.feeds import open_training_feeds
+from ddprun.engine.feeds import build_training_feeds
 from ddprun.engine.objective import Objective, Precision, warmup_pass
 from ddprun.engine.seeding import preserve_state, seed_everything
 from tests.engine.running import lines, run_pipeline, weights
@@ -331,7 +331,7 @@ def test_both_ways_of_a_model_are_compiled_before_step_1(tmp_path: Path) -> None
     loaded = load(tmp_path / "p.yaml")
     model, device = Cached(), torch.device("cpu")
     objective = Objective(loaded, nn.CrossEntropyLoss(), Precision("fp32", device))
-    feed = open_training_feeds(loaded, build_data(loaded)[0], rank=0, world_size=1).main
+    feed = build_training_feeds(loaded, build_datasets(loaded)[0], rank=0, world_size=1).main
     with torch._dynamo.config.patch(optimize_ddp=True, recompile_limit=8, accumulated_recompile_limit=256):
         compiler, _ = compile_model(loaded, model, backend="aot_eager")
         warmup_pass(model, objective, feed, backward=True)

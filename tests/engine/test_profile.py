@@ -9,7 +9,7 @@ import torch
 
 from ddprun.report import trace
 from ddprun.report.digest import digest_run
-from ddprun.telemetry.reader import Run
+from ddprun.telemetry.reader import RecordedRun
 from tests.engine.running import lines, run_pipeline, summary, weights
 from tests.report.test_trace import check_nesting, names, read, tracks
 
@@ -58,7 +58,7 @@ def test_a_bucket_says_which_gradient_completed_it(tmp_path: Path) -> None:
     by_rank = [{slept[at] for at in slept if at[0] == rank} for rank in range(2)]
     assert by_rank[1] == {True}, "rank 1 sleeps before the gradients of that layer in each step"
     assert False in by_rank[0], "rank 0 does not, unless the machine is busy"
-    gathered = digest_run(Run(run)).bucket_completions
+    gathered = digest_run(RecordedRun(run)).bucket_completions
     assert [one.completed_by.total() for one in gathered.values()] == [12] * len(gathered)
 
 
@@ -89,9 +89,9 @@ def test_torchs_profiler_is_merged_into_the_timeline(tmp_path: Path) -> None:
         for line in on_thread:
             assert begin < line["start_us"]
             assert line["start_us"] + line["us"] < after
-    assert Run(run).profiled_steps == {3, 4}
+    assert RecordedRun(run).profiled_steps == {3, 4}
 
-    trace.write(Run(run), tmp_path / "trace.json")
+    trace.write_chrome_trace(RecordedRun(run), tmp_path / "trace.json")
     events = read(tmp_path / "trace.json")
     titles = names(events, "thread_name")
     theirs = {at for at, title in titles.items() if title.startswith("torch: thread")}
@@ -116,4 +116,4 @@ def test_a_profile_that_the_run_does_not_reach_the_end_of_is_written(tmp_path: P
 def test_one_step_is_a_profile(tmp_path: Path, steps: tuple[int, int]) -> None:
     """The first and the last of a run, too."""
     run = run_pipeline(tmp_path, text(f"{{profile: {json.dumps(steps)}}}"), 2)
-    assert Run(run).profiled_steps == {steps[0]}
+    assert RecordedRun(run).profiled_steps == {steps[0]}

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from ddprun.engine.balance import Balance
-from ddprun.engine.samples import deal
+from ddprun.engine.balance import ShareBalancer
+from ddprun.engine.samples import positions_by_rank
 from ddprun.telemetry.control_message import OWN_AT, READY_AT, SAMPLES_AT, STEPS_AT, US_AT
 from ddprun_hooks.comm.groups import RankGroup
 from tests.checkpoint.runs import MLP, MODULE, asked, final
@@ -79,15 +79,15 @@ def message(us_per_sample: Sequence[float], shares: Sequence[int], part: float =
 
 
 def rounds(
-    balance: Balance, us_per_sample: Any, count: int, seed: int = 0
+    balance: ShareBalancer, us_per_sample: Any, count: int, seed: int = 0
 ) -> list[tuple[int, tuple[int, ...]]]:
     """The changes in so many rounds."""
     draw, found = random.Random(seed), []
     balance.begin_stage(0)
     for step in range(1, count + 1):
         noisy = [us * max(0.5, draw.gauss(1, 0.03)) for us in us_per_sample(step)]
-        balance.add([step], message(noisy, balance.shares, draw.choice([1.0, 1.0, 0.5])))
-        if balance.changes_after(step):
+        balance.add_messages([step], message(noisy, balance.shares, draw.choice([1.0, 1.0, 0.5])))
+        if balance.adjust_shares_after(step):
             found.append((step, balance.shares))
     return found
 
@@ -95,7 +95,7 @@ def rounds(
 def test_a_round_of_so_many_samples_is_shared_by_speed_in_whole_batches() -> None:
     """After a round that is not measured and two that are; a round that the epoch's end cuts counts, too."""
     for seed in range(10):
-        balance = Balance((1024, 1024), most=2048, by_speed=True, local_batch=32)
+        balance = ShareBalancer((1024, 1024), max_rank_samples=2048, by_speed=True, local_batch=32)
         ((step, (first, second)), *more) = rounds(balance, lambda _: [500, 1000], 60, seed)
         assert step == 3
         assert first + second == 2048
@@ -106,7 +106,7 @@ def test_a_round_of_so_many_samples_is_shared_by_speed_in_whole_batches() -> Non
 
 def test_a_round_of_so_many_seconds_grows_to_what_each_rank_manages() -> None:
     """From one batch of each; a rank that becomes slow takes fewer from then on."""
-    balance = Balance((32, 32), by_speed=True, local_batch=32, round_seconds=2.0)
+    balance = ShareBalancer((32, 32), by_speed=True, local_batch=32, round_seconds=2.0)
     found = rounds(balance, lambda step: [500, 1000 if step < 20 else 2000], 60)
     assert found[0][0] == 3
     assert {share % 32 for share in found[0][1]} == {0}
@@ -117,20 +117,20 @@ def test_a_round_of_so_many_seconds_grows_to_what_each_rank_manages() -> None:
 
 def test_a_rank_that_becomes_fast_takes_more_in_its_seconds() -> None:
     """Although the slowest one works for as long as before."""
-    balance = Balance((32, 32), by_speed=True, local_batch=32, round_seconds=2.0)
+    balance = ShareBalancer((32, 32), by_speed=True, local_batch=32, round_seconds=2.0)
     rounds(balance, lambda step: [500, 1000 if step < 20 else 500], 60)
     assert list(balance.shares) == pytest.approx([4000, 4000], rel=0.1)
 
 
 def test_equal_ranks_keep_equal_rounds() -> None:
     for seed in range(30):
-        balance = Balance((1024, 1024), most=2048, by_speed=True, local_batch=32)
+        balance = ShareBalancer((1024, 1024), max_rank_samples=2048, by_speed=True, local_batch=32)
         assert rounds(balance, lambda _: [700, 700], 100, seed) == []
 
 
 def test_the_round_of_a_checkpoint_goes_on_unless_it_does_not_fit() -> None:
     """Of other batches or ranks, or a round of another size: measured anew."""
-    state = Balance((96, 32), by_speed=True, local_batch=32, round_seconds=1.0).state_dict()
+    state = ShareBalancer((96, 32), by_speed=True, local_batch=32, round_seconds=1.0).state_dict()
     for batch, seconds, ranks, shares in (
         (32, 1.0, 2, (96, 32)),
         (64, 1.0, 2, (64, 64)),
@@ -138,7 +138,9 @@ def test_the_round_of_a_checkpoint_goes_on_unless_it_does_not_fit() -> None:
         (32, 1.0, 3, (32, 32, 32)),
         (32, None, 2, (32, 32)),
     ):
-        resumed = Balance((batch,) * ranks, most=999, by_speed=True, local_batch=batch, round_seconds=seconds)
+        resumed = ShareBalancer(
+            (batch,) * ranks, max_rank_samples=999, by_speed=True, local_batch=batch, round_seconds=seconds
+        )
         resumed.load_state_dict(state)
         assert resumed.shares == shares
 
@@ -162,7 +164,9 @@ def by_hand(shares_of: Any, rounds: int, outer: tuple[float, float]) -> dict[str
         ids, mean = order[start : start + sum(shares)], [torch.zeros_like(p) for p in common.parameters()]
         for rank, (model, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
             model.load_state_dict(common.state_dict())
-            batches = [ids[8 * at : 8 * at + 8] for at in deal(tuple(one // 8 for one in shares))[rank]]
+            batches = [
+                ids[8 * at : 8 * at + 8] for at in positions_by_rank(tuple(one // 8 for one in shares))[rank]
+            ]
             own = sum(map(len, batches))
             for batch in filter(len, batches):
                 inputs = data.inputs[batch]

@@ -11,9 +11,9 @@ import torch
 
 from ddprun.config import load
 from ddprun.engine import run_folder
-from ddprun.engine.failures import FailureContext, open_ranks
+from ddprun.engine.failures import FailureContext, make_ranks_and_watchdog
 from ddprun.engine.run_folder import SUMMARY_FILE, RunFolderError
-from ddprun.parallel.ranks import Environment
+from ddprun.parallel.ranks import RankEnvironment
 from ddprun.run_files import RUN_INFO_FILE, ResumeMode
 from tests.ranks import as_processes, end_together
 
@@ -53,7 +53,7 @@ def test_a_run_that_goes_on_waits_for_its_predecessors_lock(tmp_path: Path) -> N
     (tmp_path / RUN_INFO_FILE).write_text("{}")
     (tmp_path / SUMMARY_FILE).write_text("{}")
     with held(tmp_path, 1.5) as other:
-        run_folder._take_over(tmp_path, 30)
+        run_folder._take_over_folder(tmp_path, 30)
         assert other.wait(30) == 0
     assert (tmp_path / "run.lock").read_text() == f"process {os.getpid()} on {os.uname().nodename}\n"
     assert (tmp_path / SUMMARY_FILE).exists(), "it stays until nothing can refuse to resume"
@@ -65,15 +65,15 @@ def test_a_folder_that_another_run_has_is_refused(tmp_path: Path) -> None:
     (tmp_path / SUMMARY_FILE).write_text("{}")
     with held(tmp_path, 60) as other:
         with pytest.raises(RunFolderError, match="is in use by process 7 on node1"):
-            run_folder._take_over(tmp_path, 0.3)
+            run_folder._take_over_folder(tmp_path, 0.3)
         other.kill()
     assert (tmp_path / SUMMARY_FILE).exists()
 
 
 def resumed_nowhere(folder: Path) -> str:
     """What is said where no host has the folder."""
-    ranks = open_ranks(Environment.read(), 60.0, FailureContext())
-    ranks.connect()
+    ranks = make_ranks_and_watchdog(RankEnvironment.read(), 60.0, FailureContext())
+    ranks.connect_store()
     loaded = load(folder / "p.yaml")
     with pytest.raises(RunFolderError) as caught:
         run_folder.agree_on_folder(loaded, folder / "elsewhere", ranks, resuming="yes", known=None)
@@ -97,8 +97,8 @@ def apart(
     """
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     os.chdir(folder / disks[int(os.environ["RANK"])])
-    ranks = open_ranks(Environment.read(), 60.0, FailureContext())
-    ranks.connect()
+    ranks = make_ranks_and_watchdog(RankEnvironment.read(), 60.0, FailureContext())
+    ranks.connect_store()
     ranks.join(torch.device("cpu"), "gloo")
     loaded = load(folder / "p.yaml")
     wanted = Path(run_dir)
@@ -109,7 +109,7 @@ def apart(
         return str(error)
     assert len(set(ranks.gather("begun", agreed.begun))) == 1
     try:
-        leaders = run_folder.find_leaders(loaded, agreed, ranks)
+        leaders = run_folder.find_folder_leaders(loaded, agreed, ranks)
     except RunFolderError as error:
         ranks.gather("leaders", None)  # so that the others need not find out
         end_together(ranks)

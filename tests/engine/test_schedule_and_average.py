@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from ddprun import EXIT_BAD_INPUT
 from ddprun.config import load
 from ddprun.engine import build
-from ddprun.engine.feeds import open_training_feeds
+from ddprun.engine.feeds import build_training_feeds
 from ddprun.engine.optimizers import build_optimizer, settings_of_stages, try_schedules
 from ddprun.engine.turns import build_turns
 from tests.checkpoint.runs import MODULE, final
@@ -304,8 +304,8 @@ def test_schedules_that_are_tried_leave_no_trace(tmp_path: Path, monkeypatch: py
     (tmp_path / "own_schedules.py").write_text(OWN_SCHEDULES)
     (tmp_path / "p.yaml").write_text(ALL_KINDS)
     loaded = load(tmp_path / "p.yaml")
-    model, (data, _) = build.build_model(loaded), build.build_data(loaded)
-    turns, feeds = build_turns(loaded, model), open_training_feeds(loaded, data, rank=0, world_size=1)
+    model, (data, _) = build.build_model(loaded), build.build_datasets(loaded)
+    turns, feeds = build_turns(loaded, model), build_training_feeds(loaded, data, rank=0, world_size=1)
     optimizer = build_optimizer(loaded, model, turns)
     optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
     settings = settings_of_stages(loaded, model, turns, optimizer)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ddprun.config import StepStage, load
-from ddprun.engine.sequence import EqualizeState, StageActions, equalize
+from ddprun.engine.stage_actions import EqualizeState, StageActions, equalizing_actions
 from ddprun.sync.plan import BufferPlan, ReplicaConsistency
 from tests.engine.running import lines, run_pipeline
 
@@ -39,20 +39,22 @@ def told(found: StageActions, steps: int) -> list[str]:
         name = action if isinstance(action, str) else type(action).__name__
         return f"{moment} {name} {shown}".strip() + f" | {found.replicas.parameters}"
 
-    text = [words("begin", action) for action in found.begin()]
+    text = [words("begin", action) for action in found.actions_at_begin()]
     for step in range(1, steps + 1):
-        text += [words(f"{step} {moment}", action) for moment, action in found.step(step)]
-    return text + [words("end", action) for action in found.end(steps)] + [found.replicas.parameters]
+        text += [words(f"{step} {moment}", action) for moment, action in found.actions_in_step(step)]
+    return (
+        text + [words("end", action) for action in found.actions_at_end(steps)] + [found.replicas.parameters]
+    )
 
 
 CASES = {
     "every step": (
         "ema: 0.9\naccumulate: 2\nstages: [train: {steps: 2}]",
         [
-            *("1 before_forward SendBuffers | common", "1 backward SendGradients | common"),
-            *("1 after_step Audit False | common", "2 before_forward SendBuffers | common"),
-            *("2 backward SendGradients | common", "end DueTransfers [] | common"),
-            *("end compare frozen | common", "end Audit False | common", "common"),
+            *("1 before_forward EqualizeBuffers | common", "1 backward AverageGradients | common"),
+            *("1 after_step AuditParameters False | common", "2 before_forward EqualizeBuffers | common"),
+            *("2 backward AverageGradients | common", "end DueTransfers [] | common"),
+            *("end compare frozen | common", "end AuditParameters False | common", "common"),
         ],
     ),
     "seldom": (
@@ -60,19 +62,19 @@ CASES = {
         "mutate: {noise: {std: 0.1}}}]",
         [
             *("begin mutate | common", "2 after_step DueTransfers [0] | apart"),
-            *("2 after_step SendBuffers | common", "2 after_step Audit False | common"),
-            *("2 after_step mutate | common", "3 after_step Audit True | apart"),
+            *("2 after_step EqualizeBuffers | common", "2 after_step AuditParameters False | common"),
+            *("2 after_step mutate | common", "3 after_step AuditParameters True | apart"),
             *("end DueTransfers [0] | apart", "end EqualizeState averages | common"),
-            *("end Audit True | common", "common"),
+            *("end AuditParameters True | common", "common"),
         ],
     ),
     "mutated": (
         "stages: [train: {steps: 2, sync: {average: {every: 1}}, buffers: never, mutate: {noise: {std: 1}}}]",
         [
             *("begin mutate | common", "1 after_step DueTransfers [0] | apart"),
-            *("1 after_step Audit False | common", "1 after_step mutate | common"),
+            *("1 after_step AuditParameters False | common", "1 after_step mutate | common"),
             *("2 after_step DueTransfers [0] | apart", "end DueTransfers [] | common"),
-            *("end compare frozen | common", "end Audit False | common", "common"),
+            *("end compare frozen | common", "end AuditParameters False | common", "common"),
         ],
     ),
     "alone": (
@@ -82,8 +84,8 @@ CASES = {
     "noop": (
         "stages: [train: {steps: 1, hooks: [noop], buffers: never}]",
         [
-            *("1 backward SendGradients | common", "end DueTransfers [] | apart"),
-            *("end EqualizeState parameters | apart", "end Audit True | common", "common"),
+            *("1 backward AverageGradients | common", "end DueTransfers [] | apart"),
+            *("end EqualizeState parameters | apart", "end AuditParameters True | common", "common"),
         ],
     ),
 }
@@ -103,21 +105,21 @@ def test_a_last_step_that_nobody_knew_is_mutated_and_averaged(tmp_path: Path) ->
     assert told(sequence(tmp_path, text, None), 2)[-6:] == [
         *("2 after_step DueTransfers [0] | apart", "2 after_step mutate | common"),
         *("end DueTransfers [] | apart", "end EqualizeState parameters | apart"),
-        *("end Audit True | common", "common"),
+        *("end AuditParameters True | common", "common"),
     ]
     overlapping = text.replace("average: {every: 1}", "diloco: {every: 4, fragments: 2, overlap_steps: 2}")
     assert told(sequence(tmp_path, overlapping, None), 4)[-6:] == [
         *("4 after_step DueTransfers [0] | apart", "4 after_step mutate | apart"),
         *("end DueTransfers [1] | apart", "end EqualizeState parameters | apart"),
-        *("end Audit True | common", "common"),
+        *("end AuditParameters True | common", "common"),
     ]
 
 
 def test_gradients_on_unequal_momentum_begin_with_its_mean(tmp_path: Path) -> None:
     """Equal gradients keep ranks equal only if their optimizers' state is."""
     found = sequence(tmp_path, "stages: [train: {steps: 1}]", 1, optimizer="apart")
-    assert list(found.begin()) == [EqualizeState("optimizer")]
-    assert list(found.begin()) == []
+    assert list(found.actions_at_begin()) == [EqualizeState("optimizer")]
+    assert list(found.actions_at_begin()) == []
 
 
 def test_what_goes_with_the_parameters() -> None:
@@ -125,9 +127,9 @@ def test_what_goes_with_the_parameters() -> None:
     replicas = ReplicaConsistency("apart", averages_differ=True, optimizer_is_read=True)
     differ = [replicas.weights_differ]
     of_rank = [EqualizeState("parameters", 1), EqualizeState("optimizer", 1), EqualizeState("averages", 1)]
-    assert list(equalize(replicas, 1)) == of_rank
+    assert list(equalizing_actions(replicas, 1)) == of_rank
     differ.append(replicas.weights_differ)
-    assert list(equalize(replicas)) == [EqualizeState("parameters")]
+    assert list(equalizing_actions(replicas)) == [EqualizeState("parameters")]
     replicas.optimizer = "apart"
     assert [*differ, replicas.weights_differ] == [True, False, True]
 
@@ -138,10 +140,10 @@ def test_steps_with_an_exchange(tmp_path: Path) -> None:
         "audit: {every: 5}\nstages: [train: {steps: 9, sync: {local_sgd: {every: 4}}, buffers: {every: 3}}]"
     )
     found = sequence(tmp_path, text, 9)
-    assert [step for step in range(1, 10) if found.exchanges(step)] == [3, 4, 5, 6, 8, 9]
+    assert [step for step in range(1, 10) if found.exchanges_in_step(step)] == [3, 4, 5, 6, 8, 9]
     assert found.exchange_cycle == 60
     alone = sequence(tmp_path, "stages: [train: {steps: 9, sync: independent}]", 9)
-    assert all(alone.exchanges(step) for step in range(1, 10))
+    assert all(alone.exchanges_in_step(step) for step in range(1, 10))
 
 
 def test_a_run_sends_in_the_order_of_its_sequence(tmp_path: Path) -> None:
@@ -150,7 +152,7 @@ def test_a_run_sends_in_the_order_of_its_sequence(tmp_path: Path) -> None:
         "accumulate: 2\nbuffers: every_forward\n"
         "stages: [train: {steps: 2, sync: {hierarchical_sgd: {across: 2, hosts: 1}}}]"
     )
-    kinds = {"SendBuffers": "buffers", "SendGradients": "gradient", "DueTransfers": "delta"}
+    kinds = {"EqualizeBuffers": "buffers", "AverageGradients": "gradient", "DueTransfers": "delta"}
     wanted = [words.split() for words in told(sequence(tmp_path, stages, 2), 2)]
     wanted = [words[2:] for words in wanted if words[0] == "2"]
     names = [kinds[name] for words in wanted for name in kinds if " ".join(words).startswith(name)]
@@ -169,5 +171,5 @@ def test_hosts_that_average_gradients_of_their_own_have_optimizers_of_their_own(
     told(found, 2)
     assert found.replicas.optimizer == "apart"
     next_one = sequence(tmp_path, stages, 2, optimizer=found.replicas.optimizer)
-    assert list(next_one.begin()) == [EqualizeState("optimizer")]
+    assert list(next_one.actions_at_begin()) == [EqualizeState("optimizer")]
     assert next_one.replicas.optimizer == "common"

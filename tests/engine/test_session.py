@@ -13,14 +13,14 @@ import torch
 
 from ddprun.checkpoint.folder import Checkpoint
 from ddprun.config import load
-from ddprun.engine.failures import FailureContext, open_ranks
+from ddprun.engine.checkpoint_state import collect_state, restore_state
+from ddprun.engine.failures import FailureContext, make_ranks_and_watchdog
 from ddprun.engine.interrupts import SignalRequests
 from ddprun.engine.loop import sync_after_step, train_step
-from ddprun.engine.session import Best, Results, RunComponents, RunState, Session
+from ddprun.engine.session import BestMetric, RunComponents, RunResults, RunState, Session
 from ddprun.engine.setup import build_session
 from ddprun.engine.stage_run import StageRun, begin_stage
-from ddprun.engine.state import collect_state, restore
-from ddprun.parallel.ranks import Environment
+from ddprun.parallel.ranks import RankEnvironment
 from ddprun.sync.audit import AuditResult
 from ddprun.sync.plan import ReplicaConsistency
 from tests.hooks.test_stacks import assert_same
@@ -41,8 +41,8 @@ stages: [{train: {steps: 100}}]
 
 def open_here(folder: Path, name: str) -> Session:
     loaded = load(folder / "p.yaml")
-    ranks = open_ranks(Environment.read(), 60.0, FailureContext())
-    ranks.connect()
+    ranks = make_ranks_and_watchdog(RankEnvironment.read(), 60.0, FailureContext())
+    ranks.connect_store()
     ranks.join(torch.device("cpu"), "gloo")
     run_dir = folder / name
     run_dir.mkdir(exist_ok=True)
@@ -86,7 +86,7 @@ def first_part(folder: Path) -> None:
 def second_part(folder: Path) -> list[bytes]:
     session = open_here(folder, "second")
     state = torch.load(folder / f"state-{os.environ['RANK']}", weights_only=True)
-    restore(session, state)
+    restore_state(session, state)
     found = Checkpoint(
         path=folder,
         step=6,
@@ -103,7 +103,7 @@ def second_part(folder: Path) -> list[bytes]:
     return bits(session)
 
 
-BEST = Best(metric="loss", value=0.5, step=1)
+BEST = BestMetric(metric="loss", value=0.5, step=1)
 AUDIT = AuditResult(differing=("weight",), odd_ranks=(1,), largest_distance=0.5, farthest="weight")
 CHANGES: dict[str, Callable[[RunState], object]] = {
     "step": lambda state: setattr(state, "step", state.step + 1),
@@ -143,7 +143,7 @@ def changed_parts(folder: Path) -> dict[str, list[str]]:
         found[name] = [part for part in now if repr(now[part]) != repr(before[part])]
         before = now
     for name, saved in (("not reset", first), ("not restored", before)):
-        restore(session, saved)
+        restore_state(session, saved)
         now = collect_state(session)
         found[name] = [part for part in now if repr(now[part]) != repr(saved[part])]
     return found
@@ -151,12 +151,12 @@ def changed_parts(folder: Path) -> dict[str, list[str]]:
 
 def test_a_checkpoint_holds_every_field_of_the_state(tmp_path: Path) -> None:
     """A field that is new has to be in it, and has to have a change here that shows it. All of it comes back;
-    what the running stage keeps, which is gone by then, does so in `restore_mid_stage`.
+    what the running stage keeps, which is gone by then, does so in `restore_stage_state`.
     """
     prepare(tmp_path, "[]", "{local_sgd: {every: 4}}", "schedule: CosineAnnealingLR\nema: 0.9")
     (found,) = as_processes(1, changed_parts, tmp_path)
     expected = {field.name for field in fields(RunState)} - {"resume_state", "results", "replicas"}
-    expected |= {f"results.{name}" for name in Results.model_fields}
+    expected |= {f"results.{name}" for name in RunResults.model_fields}
     expected |= {f"replicas.{field.name}" for field in fields(ReplicaConsistency)}
     expected -= {"replicas.hosts", "replicas.optimizer_is_read"}  # the stage and the optimizer say them anew
     assert expected == {*CHANGES}
@@ -237,14 +237,14 @@ def skipped(folder: Path) -> tuple[int, bool, bool]:
     session = open_here(folder, "skipped")
     stage_run = begin(session)
     go(stage_run, 3)
-    before, weights = copy.deepcopy(session.runtime.stacks.first.state_dict()), bits(session)
+    before, weights = copy.deepcopy(session.runtime.stacks.first_stack.state_dict()), bits(session)
     assert session.runtime.precision.scaler is not None
     state = session.runtime.precision.scaler.state_dict()
     session.runtime.precision.scaler.load_state_dict({**state, "scale": 2.0**100})
     go(stage_run, 1)
     same_weights = bits(session) == weights
     try:
-        assert_same(session.runtime.stacks.first.state_dict(), before)
+        assert_same(session.runtime.stacks.first_stack.state_dict(), before)
     except AssertionError:
         return session.state.step, same_weights, False
     return session.state.step, same_weights, True

@@ -276,7 +276,7 @@ def test_records_and_explain_know_both_turns(tmp_path: Path) -> None:
     assert of_each == {(0, "discriminator"): 9, (1, "generator"): 4}
     (stage, _) = explain(load(tmp_path / "run.yaml"), hosts=1, ranks_per_host=2).stages
     assert stage.sent_in_stage is not None
-    assert stage.sent_in_stage.sizes()["per_rank"] == sum(line["wire_bytes"] for line in buckets)
+    assert stage.sent_in_stage.mean_step_bytes()["per_rank"] == sum(line["wire_bytes"] for line in buckets)
 
 
 def test_each_turn_steps_its_own_groups_alone(tmp_path: Path) -> None:
@@ -412,7 +412,7 @@ def test_a_stage_sends_what_it_trains(tmp_path: Path, sync: str) -> None:
     for stage in stages[:3]:
         assert stage.sent_in_stage is not None
         found = sum(line["wire_bytes"] for line in buckets if line["stage"] == stage.index)
-        assert stage.sent_in_stage.sizes()["per_rank"] == found
+        assert stage.sent_in_stage.mean_step_bytes()["per_rank"] == found
     assert set(weights(run)) == expected[2]
 
 

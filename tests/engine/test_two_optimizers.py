@@ -14,8 +14,8 @@ from ddprun.checkpoint.folder import steps_in
 from ddprun.config import PipelineError, load
 from ddprun.engine import build
 from ddprun.engine.optimizers import TwoOptimizers, build_optimizer
-from ddprun.engine.turns import build_turns, group_names
-from ddprun.predict.forecast import optimizer_bytes
+from ddprun.engine.turns import build_turns, parameter_group_names
+from ddprun.predict.forecast import measure_optimizer_state_bytes
 from tests.checkpoint.runs import MODULE, assert_killed_run_ends_alike, final
 from tests.engine.running import events, lines, run_pipeline, weights
 from tests.ranks import ddprun
@@ -157,7 +157,7 @@ def test_its_state_has_a_size_and_its_groups_have_names(tmp_path: Path) -> None:
     loaded = load(path)
     found = dict(
         zip(
-            group_names(loaded, build_turns(loaded, model), optimizer, model),
+            parameter_group_names(loaded, build_turns(loaded, model), optimizer, model),
             [sorted(of_group) for of_group in names(model, optimizer)],
             strict=True,
         )
@@ -173,7 +173,7 @@ def test_its_state_has_a_size_and_its_groups_have_names(tmp_path: Path) -> None:
         sum(numbers[id(p)] for g in one.param_groups for p in g["params"]) for one in optimizer.both
     )
     vectors = sum(len(group["params"]) for group in optimizer.both[1].param_groups)
-    assert optimizer_bytes(optimizer) == 4 * first + 8 * second + 4 * vectors
+    assert measure_optimizer_state_bytes(optimizer) == 4 * first + 8 * second + 4 * vectors
 
 
 def test_a_state_of_an_older_torch_is_completed_by_each(tmp_path: Path) -> None:

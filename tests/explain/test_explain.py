@@ -333,8 +333,8 @@ def test_buckets_without_values_are_those_of_ddp(model: str, precision: str, tmp
     for caps in ("25", "0.5", "[3, 1, 0.1]"):
         loaded = load(file, [f"ddp={{bucket_cap_mb: {caps}, static_graph: true}}"])
         by_ddp = buckets_of(explain(loaded, hosts=1, ranks_per_host=2).probe)
-        assert by_ddp.layouts == by_order.layouts_for(loaded.pipeline.ddp.bucket_caps_bytes)
-        assert by_ddp.layouts_for([7 << 20]) is None
+        assert by_ddp.layouts == by_order.layouts_for_caps(loaded.pipeline.ddp.bucket_caps_bytes)
+        assert by_ddp.layouts_for_caps([7 << 20]) is None
 
 
 def test_a_probe_serves_other_settings_of_the_same_model(

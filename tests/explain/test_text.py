@@ -2,7 +2,7 @@
 
 import pytest
 
-from ddprun.explain.text import paragraph, steps_text
+from ddprun.explain.text import paragraph, recurring_steps_text
 from ddprun.units import format_bytes, format_count, format_table
 
 
@@ -45,7 +45,7 @@ def test_size(bytes: float, words: str) -> None:
 )
 def test_named_steps(steps: list[int], cycle: int, last: int | None, words: str) -> None:
     """As one would say it."""
-    assert steps_text(steps, cycle, last) == words
+    assert recurring_steps_text(steps, cycle, last) == words
 
 
 def test_lists_and_tables() -> None:

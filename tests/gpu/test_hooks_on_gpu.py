@@ -11,11 +11,11 @@ from torch import Tensor
 from ddprun_hooks import Payload
 from ddprun_hooks.builtin.cast import find_overflow
 from ddprun_hooks.builtin.error_feedback import ErrorFeedback
-from ddprun_hooks.comm.control import open_control_channel
+from ddprun_hooks.comm.control_channel import open_control_channel
 from ddprun_hooks.comm.gpu import GpuStreams, StreamTimestamp
 from ddprun_hooks.comm.groups import RankPlacement
 from ddprun_hooks.comm.trace import BucketTrace, read_finding_codes
-from ddprun_hooks.exchange import Exchange
+from ddprun_hooks.comm_context import CommContext
 from ddprun_hooks.registry import make_stack
 from ddprun_hooks.testing import PARAMS, contribution
 from tests.hooks.test_stacks import CASTS, EXACT, LOSSY, Specs
@@ -45,7 +45,7 @@ def on_both(specs: Specs, backend: str) -> list[tuple[Tensor, Tensor]]:
     results = []
     for device, over in (("cpu", "gloo"), ("cuda:0", backend)):
         stack = make_stack(specs)
-        exchange = Exchange.open(
+        exchange = CommContext.open(
             control=control,
             device=torch.device(device),
             backend=over,

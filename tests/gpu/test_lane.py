@@ -18,12 +18,12 @@ import ddprun_hooks
 from ddprun.engine.objective import Precision
 from ddprun.telemetry.clock import StreamClock
 from ddprun_hooks import Communicator, Payload
-from ddprun_hooks.comm.control import open_control_channel
+from ddprun_hooks.comm.control_channel import open_control_channel
 from ddprun_hooks.comm.gpu import CopyStream, GpuStreams, PinnedStaging
 from ddprun_hooks.comm.groups import RankPlacement
 from ddprun_hooks.comm.trace import now_us
-from ddprun_hooks.exchange import Exchange
-from ddprun_hooks.queue import StreamQueue
+from ddprun_hooks.comm_context import CommContext
+from ddprun_hooks.comm_queue import GpuCommQueue
 from ddprun_hooks.registry import AnyHook, make_stack
 from ddprun_hooks.stack import Stack
 from ddprun_hooks.testing import PARAMS, contribution
@@ -46,7 +46,7 @@ def sleep(cycles: int) -> None:
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
 
-def open_lane(specs: Any, backend: str = "nccl") -> tuple[Exchange, Stack, torch.device]:
+def open_lane(specs: Any, backend: str = "nccl") -> tuple[CommContext, Stack, torch.device]:
     """The queues of this rank, on the first GPU."""
     device = torch.device("cuda", 0)
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
@@ -55,7 +55,7 @@ def open_lane(specs: Any, backend: str = "nccl") -> tuple[Exchange, Stack, torch
         dist.init_process_group(backend)
     ranks = dist.get_world_size()
     stack = make_stack(specs)
-    exchange = Exchange.open(
+    exchange = CommContext.open(
         control=open_control_channel(TIMEOUT),
         device=device,
         backend=backend,
@@ -177,7 +177,7 @@ def registered() -> tuple[bool, str, bool, float]:
     group: Any = queue.world.process_groups[0]
     backend = str(group._get_backend(torch.device("cuda", 0)).name())
     finite = all(bool(torch.isfinite(param).all()) for param in net.parameters())
-    return isinstance(queue, StreamQueue), backend, finite, waited
+    return isinstance(queue, GpuCommQueue), backend, finite, waited
 
 
 def test_register_takes_nccl_and_does_not_wait_in_backward(figure: Figure) -> None:
@@ -197,14 +197,14 @@ def drift(seconds: float) -> tuple[list[float], list[int]]:
         torch.cuda.synchronize()
         mark, before = clock.mark(), now_us()
         torch.cuda.synchronize()
-        times.append(clock.us(mark))
+        times.append(clock.mark_to_us(mark))
         errors.append(times[-1] - (before + now_us()) / 2)
         time.sleep(0.05)
         if len(times) % 10 == 0:
             early, before = clock.mark(), now_us()
             torch.cuda.synchronize()
             clock.reanchor()  # a mark may be read from a base that is later
-            times.append(clock.us(early))
+            times.append(clock.mark_to_us(early))
             errors.append(times[-1] - before)
     return errors, times
 
@@ -253,7 +253,7 @@ def staged() -> tuple[float, float, bool]:
         start = time.monotonic()
         assert staging.try_acquire()
         copied = [staging.copy(tensor) for tensor in weights]
-        staging.fence_copies()
+        staging.block_current_stream()
         for tensor in weights:
             tensor.add_(100.0)  # the next step
         stalls.append(time.monotonic() - start)
@@ -278,7 +278,7 @@ def inputs() -> tuple[bool, bool, bool]:
     copies = CopyStream(gpu)
     given = torch.arange(1 << 20, dtype=torch.float32).pin_memory()
     copies.copy_to_gpu(given)
-    copies.join_current_stream()
+    copies.block_current_stream()
     torch.cuda.synchronize()
     sleep(cycles_of(300))
     moved = copies.copy_to_gpu(given)
@@ -286,7 +286,7 @@ def inputs() -> tuple[bool, bool, bool]:
     copied.record(copies._stream)
     computed: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     computed.record()
-    copies.join_current_stream()
+    copies.block_current_stream()
     copied.synchronize()
     early = not computed.query()
     doubled = moved * 2
@@ -337,12 +337,12 @@ def event_costs() -> dict[str, float]:
         return (time.perf_counter() - start) / count * 1e6
 
     new = each(lambda: torch.cuda.Event(enable_timing=True).record())  # type: ignore[no-untyped-call]
-    pooled = each(lambda: clock.us(clock.mark()))
+    pooled = each(lambda: clock.mark_to_us(clock.mark()))
     marks = [clock.mark() for _ in range(2000)]
     torch.cuda.synchronize()
     times = iter(marks)
-    read = each(lambda: clock.us(next(times)), 1999)
-    again = each(partial(clock.us, marks[0]))
+    read = each(lambda: clock.mark_to_us(next(times)), 1999)
+    again = each(partial(clock.mark_to_us, marks[0]))
     return {"new and recorded": new, "recorded, waited for, read": pooled, "read": read, "read again": again}
 
 

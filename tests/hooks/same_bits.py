@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ddprun_hooks import kernels
-from ddprun_hooks.builtin.two_phase import BlockScaled, Int4, Int8, TwoPhaseReduction
+from ddprun_hooks.builtin.two_phase import BlockScaledFormat, Int4, Int8, TwoPhaseReduction
 from ddprun_hooks.testing import run_hooks
 
 WIRES = {"int8": Int8, "int4": Int4}
@@ -57,7 +57,7 @@ def values(kind: str, numel: int, seed: int) -> Tensor:
 
 
 def differences(
-    wire: BlockScaled, ranks: int, steps: Sequence[Sequence[Tensor]], same_codes: bool
+    wire: BlockScaledFormat, ranks: int, steps: Sequence[Sequence[Tensor]], same_codes: bool
 ) -> list[str]:
     """What kernels and reference give differently, of payloads of all ranks in some steps."""
     from ddprun_hooks.builtin.fused import FusedBlockReduction
@@ -109,7 +109,7 @@ def of_blocks(
     device: str = "cpu",
 ) -> list[str]:
     """Differences of a format with scales, in two steps."""
-    wire: BlockScaled = WIRES[name](block)
+    wire: BlockScaledFormat = WIRES[name](block)
     steps = [
         [values(kind, numel, seed + 10 * step + rank).to(device, dtype) for rank in range(ranks)]
         for step in range(2)

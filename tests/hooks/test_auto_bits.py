@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ddprun_hooks import ParamSlice
-from ddprun_hooks.builtin.auto_bits import FORMATS, AutoBits, _Choice, _cosine
+from ddprun_hooks.builtin.auto_bits import FORMATS, AutoBits, _cosine, _FormatChoice
 from ddprun_hooks.comm.trace import compute_fidelity
 from ddprun_hooks.config.options import HookSpec
 from ddprun_hooks.testing import Rank, run_hooks
@@ -69,9 +69,9 @@ def test_a_measurement_costs_one_value_of_61() -> None:
 
 def judged(cosines: list[float | None], floor: float = 0.9) -> str:
     """The codes after each measurement."""
-    choice, found = _Choice(), []
+    choice, found = _FormatChoice(), []
     for cosine in cosines:
-        choice.judge(cosine, floor)
+        choice.choose_next_format(cosine, floor)
         found.append(choice.code)
     return " ".join(found)
 

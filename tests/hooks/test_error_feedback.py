@@ -142,7 +142,7 @@ def test_what_another_stack_takes_over_is_kept_there_alone(specs: Specs) -> None
     def body(c: Rank) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         c.step(0, torch.float64)
         before, later = c.stack.state_dict(), make_stack(specs)
-        later.adopt_state([c.stack])
+        later.take_state_from([c.stack])
         return before, c.stack.state_dict(), later.state_dict()
 
     for before, left, taken in run_hooks(specs, 2, body):
@@ -158,7 +158,7 @@ def test_a_stack_with_other_hooks_between_hosts_leaves_their_state_where_it_is()
     def body(c: Rank) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         c.step(0, torch.float64)
         before, later = c.stack.state_dict(), make_stack([two_level(across=["topk"])])
-        later.adopt_state([c.stack])
+        later.take_state_from([c.stack])
         return before, c.stack.state_dict(), later.state_dict()
 
     for before, left, taken in run_hooks(specs, 2, body):

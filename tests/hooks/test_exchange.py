@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from ddprun_hooks import DisagreementError
-from ddprun_hooks.comm.control import ControlChannel
+from ddprun_hooks.comm.collective_observer import CollectiveHandle, CollectiveObserver, CollectiveSequence
+from ddprun_hooks.comm.control_channel import ControlChannel
 from ddprun_hooks.comm.groups import RankGroup
-from ddprun_hooks.comm.observer import CollectiveHandle, CollectiveObserver, CollectiveSequence
 from ddprun_hooks.comm.trace import now_us
-from ddprun_hooks.exchange import Exchange
+from ddprun_hooks.comm_context import CommContext
+from ddprun_hooks.comm_queue import HostCommQueue
 from ddprun_hooks.payload import Payload
-from ddprun_hooks.queue import HostCommQueue
 from ddprun_hooks.testing import run_ranks
 
 
@@ -44,7 +44,7 @@ class Watched(CollectiveObserver, CollectiveSequence, CollectiveHandle):
     def mark_failed(self) -> None:
         self.failed += 1
 
-    def done_when(self, has_ended: Callable[[], bool]) -> None: ...
+    def set_completion_check(self, has_ended: Callable[[], bool]) -> None: ...
 
 
 def control(group: RankGroup) -> ControlChannel:
@@ -96,11 +96,11 @@ def test_clock_offsets_are_within_their_own_error_bound(monkeypatch: pytest.Monk
     """
     ahead_us = 5_000_000
     clock = threading.local()
-    monkeypatch.setattr("ddprun_hooks.comm.control.now_us", lambda: now_us() + clock.ahead_us)
+    monkeypatch.setattr("ddprun_hooks.comm.control_channel.now_us", lambda: now_us() + clock.ahead_us)
 
     def body(group: RankGroup) -> tuple[float, float]:
         clock.ahead_us = ahead_us * group.rank
-        return control(group).clock_offset()
+        return control(group).measure_clock_offset()
 
     measured = run_ranks(6, body)
     assert measured[0] == (0, 0)
@@ -161,12 +161,12 @@ def test_clocks_are_compared_by_pairs_at_a_time(monkeypatch: pytest.MonkeyPatch,
     """
     rounds, longest_us = 12, 200
     post = Post(size, longest_us)
-    monkeypatch.setattr("ddprun_hooks.comm.control.now_us", post.now_us)
+    monkeypatch.setattr("ddprun_hooks.comm.control_channel.now_us", post.now_us)
 
     def work(rank: int) -> tuple[float, float, int, int]:
         post.arrive(rank)
         group: Any = post
-        offset, bound = ControlChannel(group).clock_offset(rounds)
+        offset, bound = ControlChannel(group).measure_clock_offset(rounds)
         return offset, bound, post.here.ahead, post.here.hops
 
     with ThreadPoolExecutor(size) as pool:
@@ -204,7 +204,7 @@ def test_broadcast_overwrites_tensors_of_any_dtype_and_shape() -> None:
 
     def body(group: RankGroup) -> list[torch.Tensor]:
         queue = HostCommQueue(group)
-        exchange = Exchange(queue, queue, queue, control(group))
+        exchange = CommContext(queue, queue, queue, control(group))
         tensors = [
             torch.full((2, 3), float(group.rank)).t(),
             torch.tensor(group.rank),
@@ -224,10 +224,10 @@ def test_an_exact_sum_and_the_largest_values() -> None:
 
     def body(group: RankGroup) -> tuple[list[float], int, list[float], list[float]]:
         queue = HostCommQueue(group)
-        exchange = Exchange(queue, queue, queue, control(group))
+        exchange = CommContext(queue, queue, queue, control(group))
         total, sent = exchange.exact_sum(torch.tensor([1.0, group.rank], dtype=torch.float64))
         own = torch.tensor([group.rank, -group.rank, 0.5])
-        return total.tolist(), sent, exchange.control.largest(own, "values").tolist(), own.tolist()
+        return total.tolist(), sent, exchange.control.all_reduce_max(own, "values").tolist(), own.tolist()
 
     for rank, (total, sent, largest, own) in enumerate(run_ranks(3, body)):
         assert (total, sent) == ([3.0, 3.0], round(2 * 2 / 3 * 16))

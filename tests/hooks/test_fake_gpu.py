@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.builtin import cast
-from ddprun_hooks.builtin.two_phase import BlockScaled, Fp8, Int4, Int8
+from ddprun_hooks.builtin.two_phase import BlockScaledFormat, Fp8, Int4, Int8
 from ddprun_hooks.comm.groups import CollectiveRequest, RankGroup, RankPlacement, merge_requirements
 from ddprun_hooks.config.options import HookSpec
 from ddprun_hooks.registry import make_stack
@@ -95,7 +95,7 @@ def test_the_stand_in_for_a_gpu_sees_a_wait_and_mixed_devices() -> None:
 
 
 @pytest.mark.parametrize("wire", [Int8(256), Int4(64), Fp8(256)])
-def test_codes_divide_by_nothing_that_a_gpu_rounds_otherwise(wire: BlockScaled) -> None:
+def test_codes_divide_by_nothing_that_a_gpu_rounds_otherwise(wire: BlockScaledFormat) -> None:
     """A GPU multiplies by the reciprocal of a plain number; the scales would differ by a bit from a CPU's."""
     with on_a_gpu(), Divisions() as divisions:
         wire.encode(torch.ones(1024, device=GPU))

@@ -4,7 +4,7 @@ import pytest
 
 from ddprun_hooks import HookSetupError
 from ddprun_hooks.config import grammar
-from ddprun_hooks.config.options import HookSpec, parse_spec
+from ddprun_hooks.config.options import HookSpec, parse_hook_spec
 from ddprun_hooks.registry import make_stack
 
 SUMMED_IN_FP32: HookSpec = {"bf16": {"accumulate": "fp32"}}
@@ -63,7 +63,7 @@ def test_a_stack_that_makes_no_sense_is_refused_with_its_reason(
     specs: list[HookSpec], path: tuple[object, ...], text: str
 ) -> None:
     """By `check`, without torch, and once more where a stack is made."""
-    (problem,) = grammar.stack_problems([grammar.make_stack_entry(*parse_spec(spec)) for spec in specs])
+    (problem,) = grammar.stack_problems([grammar.make_stack_entry(*parse_hook_spec(spec)) for spec in specs])
     assert problem.path == path
     assert text in problem.text
     assert problem.severity == "error"
@@ -76,16 +76,16 @@ def test_a_decay_of_what_another_hook_keeps_is_a_warning(across: bool) -> None:
     """PowerSGD keeps what `topk` does not send, and decays nothing of it."""
     topk: HookSpec = {"topk": {"decay": 0.9}}
     stack: list[HookSpec] = ["powersgd", {"hierarchical": {"across": [topk]}} if across else topk]
-    (problem,) = grammar.stack_problems([grammar.make_stack_entry(*parse_spec(spec)) for spec in stack])
+    (problem,) = grammar.stack_problems([grammar.make_stack_entry(*parse_hook_spec(spec)) for spec in stack])
     assert problem.severity == "warning"
     assert '"decay" has no effect after "powersgd"' in problem.text
-    assert not grammar.stack_problems([grammar.make_stack_entry(*parse_spec(topk))])
+    assert not grammar.stack_problems([grammar.make_stack_entry(*parse_hook_spec(topk))])
 
 
 def test_a_cast_before_values_of_another_type_is_a_warning() -> None:
     """As before codes; without `values` they are of the payload's type."""
     stack: list[HookSpec] = ["fp16", {"topk": {"values": "int8"}}]
-    (problem,) = grammar.stack_problems([grammar.make_stack_entry(*parse_spec(spec)) for spec in stack])
+    (problem,) = grammar.stack_problems([grammar.make_stack_entry(*parse_hook_spec(spec)) for spec in stack])
     assert problem.severity == "warning"
     assert '"fp16" saves nothing before "topk"' in problem.text
     assert not grammar.stack_problems([grammar.make_stack_entry("fp16"), grammar.make_stack_entry("topk")])

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ddprun_hooks import HookSetupError, ParamSlice
 from ddprun_hooks.builtin.hierarchical import param_slices_between, row_aligned_ends
-from ddprun_hooks.comm.control import open_control_channel
+from ddprun_hooks.comm.control_channel import open_control_channel
 from ddprun_hooks.comm.groups import GroupRequirement, RankPlacement
+from ddprun_hooks.comm_context import CommContext
 from ddprun_hooks.config.options import HookSpec
-from ddprun_hooks.exchange import Exchange
 from ddprun_hooks.testing import NUMEL, PARAMS, Rank, contribution, run_hooks
 from tests.ranks import as_processes
 
@@ -85,7 +85,7 @@ def test_hosts_go_by_their_names_wherever_their_ranks_lie(hosts: tuple[str, ...]
 
     def body(c: Rank) -> tuple[Tensor, list[tuple[str, int, int]]]:
         result = c.step(0)
-        inside, across = c.group.splits[option]
+        inside, across = c.group.splits_by_host_count[option]
         assert set(inside.hosts) == {c.group.hosts[c.rank]}
         assert sorted(across.hosts) == ["a", "b"]
         return result, [
@@ -164,7 +164,7 @@ def _open_with_uneven_deltas() -> None:
     everybody, within = GroupRequirement("world"), GroupRequirement("within", hosts=3)
     control = open_control_channel(timedelta(seconds=60))
     with mock.patch.object(dist, "new_group") as made, pytest.raises(HookSetupError, match="3 does not"):
-        Exchange.open(
+        CommContext.open(
             control=control,
             device=torch.device("cpu"),
             backend="gloo",

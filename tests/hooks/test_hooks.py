@@ -7,7 +7,7 @@ from torch import Tensor
 from ddprun_hooks import Payload
 from ddprun_hooks.comm.groups import CollectiveRequest, RankGroup
 from ddprun_hooks.comm.trace import BucketTrace
-from ddprun_hooks.queue import HostCommQueue
+from ddprun_hooks.comm_queue import HostCommQueue
 from ddprun_hooks.registry import make_stack
 from ddprun_hooks.testing import run_ranks
 

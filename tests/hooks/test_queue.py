@@ -17,8 +17,8 @@ from torch.futures import Future
 
 from ddprun_hooks import Communicator, ExchangeError, Hook, ParamSlice, Payload
 from ddprun_hooks.comm.groups import RankGroup
+from ddprun_hooks.comm_queue import GpuCommQueue, HostCommQueue
 from ddprun_hooks.config.options import HookSpec
-from ddprun_hooks.queue import HostCommQueue, StreamQueue
 from ddprun_hooks.registry import make_stack
 from ddprun_hooks.stack import Stack
 from ddprun_hooks.testing import check_hooks, run_hooks, run_ranks
@@ -273,7 +273,7 @@ def test_a_collective_that_cannot_be_started_has_failed(on_gpu: bool) -> None:
     def body(group: RankGroup) -> int:
         observer = Watched()
         watched = replace(group, sequences={"network": [observer]})
-        queue = StreamQueue(watched, FakeGpu()) if on_gpu else HostCommQueue(watched)
+        queue = GpuCommQueue(watched, FakeGpu()) if on_gpu else HostCommQueue(watched)
         payload = Payload(torch.ones(4), (), "gradient", 0)
         with pytest.raises(Exception, match="root"):
             queue.send(payload, Stack([("of no rank", OfNoRank())]), []).wait()
@@ -378,7 +378,7 @@ def test_one_round_more_than_declared_is_an_error_that_says_what_to_set(on_gpu: 
     """No group was made for it, and none may be made in mid-step. On a GPU no other would be needed."""
 
     def body(group: RankGroup) -> None:
-        queue = StreamQueue(group, FakeGpu()) if on_gpu else HostCommQueue(group)
+        queue = GpuCommQueue(group, FakeGpu()) if on_gpu else HostCommQueue(group)
         future = queue.send(Payload(torch.ones(4), (), "gradient", 0), Stack([("greedy", Greedy())]), [])
         with pytest.raises((ExchangeError, RuntimeError), match="set `rounds`"):
             future.wait()
@@ -390,7 +390,7 @@ ENDS = """
 import threading
 import time
 from torch.futures import Future
-from ddprun_hooks.queue import await_callback_at_exit
+from ddprun_hooks.comm_queue import await_callback_at_exit
 
 def called_back(_):
     begun.set()

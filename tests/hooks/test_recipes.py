@@ -95,7 +95,7 @@ def test_its_own_state_is_merged_rolled_back_and_taken_over(scaled: Any) -> None
         stack.begin_step()
         hook.largest["gradient"]["weight"] = torch.tensor(9.0)
         stack.rollback()
-        later.adopt_state([stack])
+        later.take_state_from([stack])
         assert not hook.largest
         states.append(later.state_dict()["scaled"])
     assert scaled().merge(states)["largest"] == {"gradient": {"weight": torch.tensor(5.0)}}

@@ -22,7 +22,7 @@ from torch.futures import Future
 from ddprun_hooks import ExchangeError
 from ddprun_hooks.shm import setup
 from ddprun_hooks.shm.group import ShmGroup, ShmOperation
-from ddprun_hooks.shm.progress import ProgressThread, progress_thread
+from ddprun_hooks.shm.progress_thread import ProgressThread, progress_thread
 from ddprun_hooks.shm.setup import open_shm_groups
 from tests.ranks import as_processes, is_running
 from tests.warm import fork_server

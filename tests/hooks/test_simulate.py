@@ -9,13 +9,13 @@ from torch import Tensor
 
 from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.comm.communicator import Communicator
-from ddprun_hooks.comm.groups import GroupRequirement, RankGroup, RankPlacement, requirements_of_leg
+from ddprun_hooks.comm.groups import GroupRequirement, RankGroup, RankPlacement, requirements_in_scope
 from ddprun_hooks.comm.trace import BucketTrace
+from ddprun_hooks.comm_queue import HostCommQueue
 from ddprun_hooks.config.options import HookSpec
 from ddprun_hooks.errors import ExchangeError, HookSetupError
 from ddprun_hooks.hook import Hook
 from ddprun_hooks.payload import Payload
-from ddprun_hooks.queue import HostCommQueue
 from ddprun_hooks.registry import make_stack
 from ddprun_hooks.simulate import dummy_payload, simulate, simulated_group
 from ddprun_hooks.stack import Stack, broadcast_stack
@@ -82,17 +82,23 @@ def test_legs_are_those_of_a_run(specs: list[HookSpec], ranks: int, hosts: int) 
 def test_the_ranks_of_a_host_alone() -> None:
     """A group that is a split of another is rehearsed like any other."""
     names = on_hosts(4, 2)
-    needs = requirements_of_leg("within", make_stack(["fp16"]).requirements, None)
+    needs = requirements_in_scope("within", make_stack(["fp16"]).requirements, None)
 
     def body(group: RankGroup) -> Counted:
         traces: list[Any] = []
         payload = Payload(contribution(group.rank, 0, 2), PARAMS, "delta", 0)
-        HostCommQueue(group).send(payload, make_stack(["fp16"]), traces, group.splits[None][0]).wait()
+        HostCommQueue(group).send(
+            payload, make_stack(["fp16"]), traces, group.splits_by_host_count[None][0]
+        ).wait()
         return counted(traces[0])
 
     for rank, found in enumerate(run_ranks(4, body, requirements=needs, hosts=names)):
         group = simulated_group("world", RankPlacement(rank, names, (2,) * 4), needs)
-        legs = counted(simulate(dummy_payload(BUCKET, "delta"), make_stack(["fp16"]), group.splits[None][0]))
+        legs = counted(
+            simulate(
+                dummy_payload(BUCKET, "delta"), make_stack(["fp16"]), group.splits_by_host_count[None][0]
+            )
+        )
         assert legs == found
         assert legs[0][1] == "within.0"
         assert legs[0][4] == NUMEL * 2

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ddprun_hooks.config import grammar
-from ddprun_hooks.config.options import HookSpec, parse_spec
+from ddprun_hooks.config.options import HookSpec, parse_hook_spec
 from ddprun_hooks.registry import make_stack
 from ddprun_hooks.testing import (
     NUMEL,
@@ -249,7 +249,7 @@ def test_no_more_rounds_are_used_than_declared_and_bytes_go_down(specs: Specs) -
 @pytest.mark.parametrize("specs", ALL, ids=str)
 def test_the_grammar_takes_every_stack_that_is_tested_here(specs: Specs) -> None:
     """Without importing the hooks, as `ddprun check` does it."""
-    found = grammar.stack_problems([grammar.make_stack_entry(*parse_spec(spec)) for spec in specs])
+    found = grammar.stack_problems([grammar.make_stack_entry(*parse_hook_spec(spec)) for spec in specs])
     assert [problem for problem in found if problem.severity == "error"] == []
 
 

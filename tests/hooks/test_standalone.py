@@ -150,7 +150,7 @@ def sent_meanwhile() -> list[list[int]]:
     for step in range(5):
         found.append([])
         loss_of(model, step).backward()  # type: ignore[no-untyped-call]
-        found[-1].append(-len(handle.layout))
+        found[-1].append(-len(handle.bucket_layouts))
     return found
 
 
@@ -231,7 +231,7 @@ def reads_as_on_a_device() -> tuple[int, list[str]]:
         trace.findings += [Finding("bf16", torch.tensor(0)), Finding("fp16", lost)]
     with warnings.catch_warnings(record=True) as caught, Reads() as reads:
         warnings.simplefilter("always")
-        handle._on_first_bucket(torch.device("cpu"))
+        handle._begin_backward(torch.device("cpu"))
     return reads.count, [str(warning.message).replace(f"bucket {lossy} ", "bucket ") for warning in caught]
 
 

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddprun_hooks import exchange as exchange_module
+from ddprun_hooks import comm_context as exchange_module
 from ddprun_hooks.comm.groups import GroupRequirement, RankGroup, RankPlacement
+from ddprun_hooks.comm_context import CommContext
+from ddprun_hooks.comm_queue import GpuCommQueue
 from ddprun_hooks.errors import HookSetupError
-from ddprun_hooks.exchange import Exchange
 from ddprun_hooks.payload import Payload
-from ddprun_hooks.queue import StreamQueue
 from ddprun_hooks.registry import make_stack
 from ddprun_hooks.testing import Rank, bucket_slices, contribution, run_hooks
 from tests.fake_gpu import FakeGpu
@@ -46,7 +46,7 @@ def on_streams(
     c: Rank, detailed: bool = True, group: RankGroup | None = None
 ) -> tuple[list[Tensor], FakeGpu, list[Any]]:
     gpu, traces, results = FakeGpu(), list[Any](), []
-    queue = StreamQueue(group or c.group, gpu)
+    queue = GpuCommQueue(group or c.group, gpu)
     queue.detailed_timing = detailed
     for step in range(STEPS):
         futures = [queue.send(one, c.stack, traces) for one in shares(c, step)]
@@ -123,9 +123,12 @@ def test_plain_all_reduce_takes_no_marks_for_hooks() -> None:
 def test_shared_memory_is_refused_on_a_gpu_before_a_group_is_made() -> None:
     """Also inside `hierarchical`: with `device: auto` the file cannot tell."""
     control: Any = None
-    for requirement in (GroupRequirement("world", shared=True), GroupRequirement("within", shared=True)):
+    for requirement in (
+        GroupRequirement("world", via_shared_memory=True),
+        GroupRequirement("within", via_shared_memory=True),
+    ):
         with pytest.raises(HookSetupError, match="shared_memory"):
-            Exchange.open(
+            CommContext.open(
                 control=control,
                 device=torch.device("cuda", 0),
                 backend="nccl",
@@ -155,7 +158,7 @@ def test_rounds_have_groups_of_their_own_where_nccl_keeps_one_order(
     monkeypatch.setattr(exchange_module, "_high_priority_nccl_options", lambda timeout: "urgent")
     monkeypatch.setattr(dist, "new_group", new_group)
     control: Any = SimpleNamespace(all_gather_bytes=None)
-    exchange = Exchange.open(
+    exchange = CommContext.open(
         control=control,
         device=torch.device("cuda", 0),
         backend="nccl",

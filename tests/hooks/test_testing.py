@@ -12,7 +12,7 @@ from torch import Tensor
 from ddprun_hooks import Communicator, Hook, Payload
 from ddprun_hooks.builtin.error_feedback import ErrorFeedback
 from ddprun_hooks.config import grammar
-from ddprun_hooks.config.options import BUILT_IN, HookSpec, parse_spec
+from ddprun_hooks.config.options import BUILT_IN_HOOKS, HookSpec, parse_hook_spec
 from ddprun_hooks.testing import NUMEL, check_hooks
 
 
@@ -189,7 +189,7 @@ def test_two_hosts() -> None:
 
 
 SHIPPED: list[HookSpec] = [
-    *(name for name in BUILT_IN if name not in ("noop", "powersgd", "topk")),
+    *(name for name in BUILT_IN_HOOKS if name not in ("noop", "powersgd", "topk")),
     {"powersgd": {"rank": 1}},
     {"topk": {"density": 0.1}},
     {"topk": {"density": 0.1, "values": "int2"}},
@@ -214,7 +214,7 @@ STACKS: list[list[HookSpec]] = [
     [
         stack
         for stack in STACKS
-        if not grammar.stack_problems([grammar.make_stack_entry(*parse_spec(spec)) for spec in stack])
+        if not grammar.stack_problems([grammar.make_stack_entry(*parse_hook_spec(spec)) for spec in stack])
     ],
     ids=str,
 )

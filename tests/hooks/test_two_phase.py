@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ddprun_hooks import ParamSlice
 from ddprun_hooks.builtin.cast import DTYPES, CastFormat
-from ddprun_hooks.builtin.two_phase import BlockScaled, Fp8, Int2, Int4, Int8, WireFormat
+from ddprun_hooks.builtin.two_phase import BlockScaledFormat, Fp8, Int2, Int4, Int8, WireFormat
 from ddprun_hooks.config.options import HookSpec
 from ddprun_hooks.registry import make_stack
 from ddprun_hooks.stack import Stack
@@ -20,7 +20,7 @@ FINE = [8 + m for m in range(8)]
 E4M3 = [m * 2**-9 for m in range(8)] + [m * 2.0 ** (e - 3) for e in range(-6, 9) for m in FINE][:-1]
 """What e4m3 can hold, by its definition; the last code is NaN."""
 
-CODES: list[tuple[BlockScaled, list[float]]] = [
+CODES: list[tuple[BlockScaledFormat, list[float]]] = [
     (Int8(256), list(range(128))),
     (Int4(64), list(range(8))),
     (Fp8(256), E4M3),
@@ -43,7 +43,7 @@ def spread(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @pytest.mark.parametrize(("wire", "magnitudes"), CODES, ids=named)
 def test_a_code_is_the_nearest_to_its_value_in_units_of_the_blocks_largest(
-    wire: BlockScaled, magnitudes: list[float]
+    wire: BlockScaledFormat, magnitudes: list[float]
 ) -> None:
     """No code of the format would be nearer, and the largest value is exact to fp32's rounding."""
     x = spread(3, 1024, dtype=torch.float64)
@@ -75,7 +75,7 @@ def test_what_is_sent_and_what_is_left_are_the_value_bit_for_bit(wire: WireForma
 
 @pytest.mark.parametrize("wire", [wire for wire, _ in CODES], ids=named)
 @pytest.mark.parametrize("value", [0.0, 1e-45, 1e-300])
-def test_a_block_without_a_scale_is_kept(wire: BlockScaled, value: float) -> None:
+def test_a_block_without_a_scale_is_kept(wire: BlockScaledFormat, value: float) -> None:
     """Of zeros, and of values whose scale is no fp32 number, nothing is sent and nothing is lost."""
     x = torch.full((wire.block,), value, dtype=torch.float64)
     message, left = wire.encode(x), x.clone()
@@ -145,7 +145,7 @@ def test_a_block_of_any_length(wire: WireFormat) -> None:
 
 
 @pytest.mark.parametrize(("hook", "wire"), [("int8", Int8(256)), ("int4", Int4(64)), ("fp8", Fp8(256))])
-def test_one_rank_alone_encodes_twice(hook: str, wire: BlockScaled) -> None:
+def test_one_rank_alone_encodes_twice(hook: str, wire: BlockScaledFormat) -> None:
     """The second time what the first one left is exact: codes of codes are the same codes."""
     x = contribution(0, 0, 1)
     result = run_hooks([hook], 1, lambda c: c.send(x))[0]
@@ -228,9 +228,9 @@ def test_only_a_cast_with_accumulate_takes_over_what_one_has_kept() -> None:
         c.step(0)
         first, kept = c.stack, c.stack.state_dict()
         plain, last = make_stack(["bf16"]), make_stack([{"bf16": {"accumulate": "fp32"}}])
-        plain.adopt_state([first])
+        plain.take_state_from([first])
         assert not plain.state_dict()
-        last.adopt_state([plain, first])
+        last.take_state_from([plain, first])
         assert not first.state_dict()
         assert torch.equal(residual_total(Stack.merge(last, [last.state_dict()])), _of(kept))
         plain.load_state_dict(kept)  # of a checkpoint whose run had it

@@ -7,20 +7,20 @@ from pathlib import Path
 import pytest
 
 from ddprun.config import load
-from ddprun.engine.build import build_data
-from ddprun.engine.failures import FailureContext, open_ranks
-from ddprun.engine.feeds import open_training_feeds
+from ddprun.engine.build import build_datasets
+from ddprun.engine.failures import FailureContext, make_ranks_and_watchdog
+from ddprun.engine.feeds import build_training_feeds
 from ddprun.engine.setup import _check_shared_memory
 from ddprun.host import dev_shm
 from ddprun.host.dev_shm import (
     PAGE_BYTES,
     ShmSpace,
+    find_shm_shortage,
     shm_space,
-    shortage,
     worker_needed_bytes,
     worker_startup_bytes,
 )
-from ddprun.parallel.ranks import Environment
+from ddprun.parallel.ranks import RankEnvironment
 from tests.namespaces import hosts, needs_namespaces
 from tests.ranks import Finished, Running
 
@@ -48,10 +48,10 @@ def test_what_is_needed_is_whole_pages() -> None:
 )
 def test_a_shortage_is_certain_or_likely(free: int, certain: bool | None) -> None:
     """Certain is one that keeps loading processes from starting."""
-    found = shortage(2, 2, [1], ShmSpace(1 << 20, free), nccl=False)
+    found = find_shm_shortage(2, 2, [1], ShmSpace(1 << 20, free), nccl=False)
     assert (found and found.is_fatal) == certain
-    assert shortage(2, 0, [1], ShmSpace(0, 0), nccl=False) is None
-    assert shortage(2, 2, [1], None, nccl=True) is None
+    assert find_shm_shortage(2, 0, [1], ShmSpace(0, 0), nccl=False) is None
+    assert find_shm_shortage(2, 2, [1], None, nccl=True) is None
 
 
 def test_the_room_that_there_is(tmp_path: Path) -> None:
@@ -112,11 +112,11 @@ def test_all_tensors_of_the_largest_batches_count(
     (tmp_path / "p.yaml").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     loaded = load(tmp_path / "p.yaml")
-    feeds = open_training_feeds(loaded, build_data(loaded)[0], rank=0, world_size=1)
+    feeds = build_training_feeds(loaded, build_datasets(loaded)[0], rank=0, world_size=1)
     needed = worker_needed_bytes(1, 2, [16 * 1000 * 4, 16 * 8])
     for free, told in ((needed, 0), (needed - 1, 1)):
         monkeypatch.setattr(dev_shm, "shm_space", lambda free=free: ShmSpace(1 << 30, free))
-        ranks = open_ranks(Environment(0, 1, 0, 1), 60.0, FailureContext())
+        ranks = make_ranks_and_watchdog(RankEnvironment(0, 1, 0, 1), 60.0, FailureContext())
         _check_shared_memory(loaded, feeds, ranks, "gloo")
         assert capfd.readouterr().err.count("ddprun: warning: ") == told
 
@@ -173,6 +173,6 @@ def test_the_certain_need_is_what_python_really_takes(tmp_path: Path) -> None:
 )
 def test_nccl_wants_room_between_gpus(ranks: int, free: int, short: bool) -> None:
     """A container's 64 MiB may be too little; said, and no more, since it depends on the GPUs' links."""
-    found = shortage(ranks, 0, [], ShmSpace(free, free), nccl=True)
+    found = find_shm_shortage(ranks, 0, [], ShmSpace(free, free), nccl=True)
     assert (found is not None) == short
     assert found is None or (not found.is_fatal and "64 MiB free" in found.message)

@@ -10,7 +10,7 @@ import torch
 from ddprun.config import LoadedPipeline, PipelineError
 from ddprun.config.load import load
 from ddprun.host import device
-from ddprun.host.device import agree_on_backend, device_of, gpu_identifier
+from ddprun.host.device import choose_backend, gpu_identifier, rank_device
 
 PIPELINE = """
 model: {mlp: {inputs: 64, outputs: 10}}
@@ -45,7 +45,7 @@ def test_nccl_is_taken_where_each_rank_has_a_gpu_of_its_own(
     tmp_path: Path, gpus: tuple[str | None, ...], backend: str, chosen: str
 ) -> None:
     """Whatever number of GPUs each process sees: with srun --gpus-per-task=1 that is one."""
-    assert agree_on_backend(loaded(tmp_path, backend=backend), on_hosts(*gpus)) == chosen
+    assert choose_backend(loaded(tmp_path, backend=backend), on_hosts(*gpus)) == chosen
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_ranks_that_do_not_fit_are_named(
 ) -> None:
     """They would wait for each other while they join."""
     with pytest.raises(PipelineError, match=message):
-        agree_on_backend(loaded(tmp_path, backend="nccl"), given)
+        choose_backend(loaded(tmp_path, backend="nccl"), given)
 
 
 def test_a_rank_offers_the_gpu_that_it_sees_by_its_identifier(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_rank_offers_the_gpu_that_it_sees_by_its_identifier(tmp_path: Path) ->
             mock.patch.object(device, "gpu_count", return_value=1),
             mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
         ):
-            place = device_of(pipeline, len(found))
+            place = rank_device(pipeline, len(found))
             assert place == torch.device("cuda", 0)
             found.append(("here", gpu_identifier(place)))
-    assert agree_on_backend(pipeline, found) == "nccl"
+    assert choose_backend(pipeline, found) == "nccl"

@@ -47,6 +47,8 @@ def test_the_loopback_leads_to_no_other_host(
 
 def test_names_that_several_machines_have_are_found() -> None:
     """Several launchers on one machine have one name, and are no fault."""
-    assert network.shared_names([("a", "1"), ("b", "3"), ("a", "2")]) == ["a"]
-    assert network.shared_names([("a", "1"), ("a", "1"), ("b", "1")]) == [], "launchers on one machine"
+    assert network.duplicate_host_names([("a", "1"), ("b", "3"), ("a", "2")]) == ["a"]
+    assert network.duplicate_host_names([("a", "1"), ("a", "1"), ("b", "1")]) == [], (
+        "launchers on one machine"
+    )
     assert network.machine_id() == network.machine_id() != ""

@@ -15,9 +15,9 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 from ddprun.config import load
 from ddprun.host import network, tcp_store
 from ddprun.launch.agent import make_agent
-from ddprun.launch.flags import torchrun_args
+from ddprun.launch.flags import parse_torchrun_flags
 from ddprun.launch.launcher import overrides_variable, take_inherited_overrides
-from ddprun.launch.rendezvous import make_handler
+from ddprun.launch.rendezvous import make_rendezvous_handler
 from tests.ranks import Running, ddprun, free_port
 
 
@@ -47,7 +47,7 @@ from tests.ranks import Running, ddprun, free_port
 )
 def test_only_public_addresses_are_public(meeting_point: str, address: str | None) -> None:
     """Loopback, private, link-local and shared ones are not, in either kind of address."""
-    told = network.public_warning(meeting_point)
+    told = network.public_address_warning(meeting_point)
     assert (told is None) == (address is None)
     assert told is None or ("no authentication" in told and str(address) in told)
 
@@ -79,8 +79,8 @@ def test_a_name_is_what_it_resolves_to(monkeypatch: pytest.MonkeyPatch) -> None:
         return [(0, 0, 0, "", (address, 0)) for address in found]
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    assert network.public_warning("inside:1") is None
-    assert "outside:1 (8.8.4.4)" in str(network.public_warning("outside:1"))
+    assert network.public_address_warning("inside:1") is None
+    assert "outside:1 (8.8.4.4)" in str(network.public_address_warning("outside:1"))
 
 
 def test_a_silent_name_server_does_not_hold_a_run_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def test_a_silent_name_server_does_not_hold_a_run_up(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     start = time.monotonic()
     try:
-        assert network.public_warning("slow:1") is None
+        assert network.public_address_warning("slow:1") is None
         assert time.monotonic() - start < 20
     finally:
         answer.set()
@@ -150,7 +150,7 @@ def test_ranks_get_an_ipv6_address_as_it_is(
 ) -> None:
     """Not in brackets, as no host is called."""
     monkeypatch.setattr(multiprocessing, "get_subprocess_handler", None)  # put back after the test
-    read = torchrun_args({"nnodes": "2", "node_rank": "1", **endpoint}, ["-m", "ddprun"])
+    read = parse_torchrun_flags({"nnodes": "2", "node_rank": "1", **endpoint}, ["-m", "ddprun"])
     config, _, _ = torchrun.config_from_args(read)
     agent = make_agent(config, "python", [], folder, load(folder / "p.yaml"), None)
     spec = agent.get_worker_group().spec
@@ -193,7 +193,7 @@ def test_another_programs_port_is_no_rendezvous(monkeypatch: pytest.MonkeyPatch)
         parameters = RendezvousParameters("c10d", endpoint, "x", 2, 2, read_timeout="1")
         message = f"another program may have port {listener.getsockname()[1]}"
         with pytest.raises(RendezvousConnectionError, match=message):
-            make_handler(parameters)
+            make_rendezvous_handler(parameters)
 
 
 def test_a_host_that_cannot_reach_the_rendezvous_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,4 +204,4 @@ def test_a_host_that_cannot_reach_the_rendezvous_says_why(monkeypatch: pytest.Mo
     parameters = RendezvousParameters("c10d", endpoint, "x", 2, 2, read_timeout="1", is_host="false")
     message = f"{socket.gethostname()} cannot connect to {endpoint}: connection refused"
     with pytest.raises(RendezvousConnectionError, match=message):
-        make_handler(parameters)
+        make_rendezvous_handler(parameters)

@@ -153,13 +153,13 @@ from pathlib import Path
 
 from ddprun.launch import fork_server
 
-fork_server._MODULES = ()  # nobody needs torch here
-fork_server._main = lambda: exec(os.environ["BODY"], globals()) or 0
+fork_server._PRELOADED_MODULES = ()  # nobody needs torch here
+fork_server._run_cli = lambda: exec(os.environ["BODY"], globals()) or 0
 server = fork_server.ForkServer((), Path())
 
 
 def start(body):
-    return server.start([], {**os.environ, "BODY": body})
+    return server.fork_process([], {**os.environ, "BODY": body})
 
 
 for _ in range(50):  # its session is there, and it is not deaf

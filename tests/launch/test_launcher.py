@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from ddprun.engine.failures import FailureContext, open_ranks
+from ddprun.engine.failures import FailureContext, make_ranks_and_watchdog
 from ddprun.launch.launcher import LauncherError, detect_launcher, first_host
-from ddprun.parallel.ranks import Environment
+from ddprun.parallel.ranks import RankEnvironment
 from tests.ranks import as_processes, ddprun, end_together
 
 TORCHRUN = {
@@ -185,8 +185,8 @@ def local_ranks_found(missing: list[str]) -> tuple[int, int]:
     """This rank's number on its host, of how many, where a launcher does not set these variables."""
     for name in missing:
         del os.environ[name]
-    ranks = open_ranks(Environment.read(), 60.0, FailureContext())
-    ranks.connect()
+    ranks = make_ranks_and_watchdog(RankEnvironment.read(), 60.0, FailureContext())
+    ranks.connect_store()
     end_together(ranks)
     return ranks.environment.local_rank, ranks.environment.local_world_size
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from torch.distributed import HashStore
 
-from ddprun.launch.lifeline import Lifeline
+from ddprun.launch.host_keepalive import HostKeepalive
 
 
 @pytest.fixture
@@ -18,10 +18,10 @@ def lost() -> list[str]:
 
 
 @pytest.fixture
-def made(lost: list[str]) -> Iterator[tuple[HashStore, Lifeline, Lifeline]]:
+def made(lost: list[str]) -> Iterator[tuple[HashStore, HostKeepalive, HostKeepalive]]:
     """The lifelines of two hosts, which are both this one."""
     store = HashStore()
-    both = [Lifeline(store, index, 2, "127.0.0.1", lambda: lost.append("a host")) for index in range(2)]
+    both = [HostKeepalive(store, index, 2, "127.0.0.1", lambda: lost.append("a host")) for index in range(2)]
     yield store, both[0], both[1]
     for one in both:
         one.close()
@@ -40,7 +40,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 def test_the_end_of_a_launcher_is_no_loss(
-    made: tuple[HashStore, Lifeline, Lifeline], lost: list[str]
+    made: tuple[HashStore, HostKeepalive, HostKeepalive], lost: list[str]
 ) -> None:
     _, first, second = made
     wait_until(lambda: len(running()) == 3)  # one listens, and each end watches
@@ -50,7 +50,9 @@ def test_the_end_of_a_launcher_is_no_loss(
     assert first.lost_host is None
 
 
-def test_strangers_are_sent_away_and_hold_nobody_up(made: tuple[HashStore, Lifeline, Lifeline]) -> None:
+def test_strangers_are_sent_away_and_hold_nobody_up(
+    made: tuple[HashStore, HostKeepalive, HostKeepalive],
+) -> None:
     """One that says nothing, one that says something else."""
     store, *_ = made
     address, port, token = json.loads(store.get("ddprun/lifeline"))
@@ -73,8 +75,8 @@ def test_an_address_that_is_not_here_is_told_and_ends_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     store = HashStore()
-    first = Lifeline(store, 0, 2, "203.0.113.9", print)
-    second = Lifeline(store, 1, 2, "127.0.0.1", print)
+    first = HostKeepalive(store, 0, 2, "203.0.113.9", print)
+    second = HostKeepalive(store, 1, 2, "127.0.0.1", print)
     first.close()
     second.close()
     wait_until(lambda: not running())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ddprun.checkpoint.folder import steps_in
-from ddprun.launch.flags import torchrun_args
+from ddprun.launch.flags import parse_torchrun_flags
 from tests.checkpoint.runs import final
 from tests.engine.running import summary
 from tests.ranks import Running, ddprun, ddprun_here
@@ -223,7 +223,9 @@ def test_a_run_that_was_asked_to_stop_is_not_started_again(tmp_path: Path) -> No
 )
 def test_an_endpoint_of_several_hosts_means_c10d(flags: dict[str, str], backend: str) -> None:
     """Unless a backend, or this host's number, is given."""
-    arguments: Any = torchrun_args({"nnodes": "2", "local_addr": "127.0.0.1", **flags}, ["-m", "ddprun"])
+    arguments: Any = parse_torchrun_flags(
+        {"nnodes": "2", "local_addr": "127.0.0.1", **flags}, ["-m", "ddprun"]
+    )
     assert arguments.rdzv_backend == backend
 
 
@@ -233,16 +235,16 @@ def test_hosts_that_may_leave_need_restarts(
     """Whoever says so, the file or a flag."""
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # what it sets must not reach other tests
     flags = {"nnodes": "1:2", "rdzv_endpoint": "localhost:29511", "local_addr": "127.0.0.1"}
-    torchrun_args({**flags, "max_restarts": "3"}, ["-m", "ddprun"])
+    parse_torchrun_flags({**flags, "max_restarts": "3"}, ["-m", "ddprun"])
     assert capsys.readouterr().err == ""
-    torchrun_args(flags, ["-m", "ddprun"])
+    parse_torchrun_flags(flags, ["-m", "ddprun"])
     assert "--nnodes 1:2 without --max-restarts: a host that is lost ends the run" in capsys.readouterr().err
 
 
 def test_a_run_on_this_host_alone_is_of_one_host(capsys: pytest.CaptureFixture[str]) -> None:
     """Whatever range of hosts the file has: it waits for no others."""
     flags: dict[str, str | bool] = {"nnodes": "1:2", "standalone": True}
-    read: Any = torchrun_args(flags, ["-m", "ddprun"])
+    read: Any = parse_torchrun_flags(flags, ["-m", "ddprun"])
     assert (read.nnodes, capsys.readouterr().err) == ("1", "")
 
 

@@ -23,7 +23,7 @@ from ddprun.host.rank_files import (
     report_outcome_and_exit_code,
     temporary_launcher_folder,
 )
-from ddprun.launch.local import _run_with_watchdog
+from ddprun.launch.host_ranks import _run_with_watchdog
 from tests.engine.running import events, summary
 from tests.launch.test_processes import ENDLESS, wait_for_steps
 from tests.ranks import Running, ddprun, free_port, is_running

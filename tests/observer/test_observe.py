@@ -19,7 +19,7 @@ import ddprun
 from ddprun.config import PipelineError
 from ddprun.engine.run_folder import RunFolderError
 from ddprun.report.digest import digest_run
-from ddprun.telemetry.reader import Run
+from ddprun.telemetry.reader import RecordedRun
 from ddprun.telemetry.records import PARTS
 from ddprun_hooks import HookSetupError, register
 from tests.observer.script import (
@@ -112,7 +112,7 @@ def test_summary_records_and_report_agree(runs: Runs) -> None:
         sent = sum(one["wire_bytes"] for rank in range(2) for one in records(runs[0] / name, "buckets", rank))
         assert found["wire_bytes"] == sent
         assert found["loss"] == pytest.approx(steps[0][-1]["mean_loss"])
-        digest = digest_run(Run(runs[0] / name))
+        digest = digest_run(RecordedRun(runs[0] / name))
         assert digest.times.mean_parts_us["step_us"] == pytest.approx(
             1e6 * sum(means) / 2 / UPDATES, rel=1e-4
         )

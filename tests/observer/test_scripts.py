@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ddprun.report.sentences import ending
-from ddprun.telemetry.reader import Run
+from ddprun.report.sentences import ending_problem_sentence
+from ddprun.telemetry.reader import RecordedRun
 from tests.ranks import Finished, Running, ddprun, free_port
 
 SCRIPT = """
@@ -209,6 +209,6 @@ def test_a_hang_names_rank_bucket_and_line(tmp_path: Path, what: str) -> None:
     summary, steps = left(tmp_path)
     assert (summary["status"], summary["error"]["hang"]["ranks"]) == ("failed", [1])
     assert [step["step"] for step in steps] == list(range(1, 21))
-    told = ending(Run(tmp_path / "run"))
+    told = ending_problem_sentence(RecordedRun(tmp_path / "run"))
     assert told is not None
     assert re.match(rf"The run hung in step 21, in .* Rank 1 is in .*own\.py:{line} in <module>\.", told)

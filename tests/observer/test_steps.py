@@ -668,7 +668,7 @@ def with_earlier_error(folder: Path) -> None:
     run = ddprun.observe(model, optimizer, run_dir=folder)
     model(torch.ones(2, 12)).square().mean().backward()
     optimizer.step()
-    run._end_with_process()
+    run._close_at_exit()
     del sys.last_value
 
 
@@ -683,7 +683,7 @@ def with_restart(folder: Path) -> None:
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     for attempt in range(2):
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
-        observing._observed = itertools.count(1000)  # as in a new process
+        observing._run_counter = itertools.count(1000)  # as in a new process
         with suppress(ValueError), ddprun.observe(model, optimizer, run_dir=folder):
             model(torch.ones(2, 12)).square().mean().backward()
             optimizer.step()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ddprun.doctor import Finding, Report
 from ddprun.doctor.links import LinkMeasurement, link_findings
-from ddprun.predict.links import Link, Links, parse_links, rate_text
+from ddprun.predict.links import Link, Links, format_nominal_rate, parse_links
 
 
 @pytest.mark.parametrize(
@@ -102,11 +102,11 @@ def test_a_link_that_doctor_has_measured(tmp_path: Path) -> None:
 def test_a_longer_message_never_takes_less(measured: list[tuple[int, float]], sizes: list[float]) -> None:
     """Whatever the rates of two sizes are; and a measured size takes what was measured."""
     link = Link.from_measurement("gloo", 0.0, 100.0, sorted(measured))
-    times = [link.seconds(size) for size in sorted(sizes)]
+    times = [link.transmission_seconds(size) for size in sorted(sizes)]
     for one, other in pairwise(times):
         assert one <= other * (1 + 1e-9)
     for size, rate in link.rate_by_bytes:
-        assert link.seconds(size) == pytest.approx(size / rate)
+        assert link.transmission_seconds(size) == pytest.approx(size / rate)
     if not measured:
         assert times == [size / link.bytes_per_s for size in sorted(sizes)]
 
@@ -114,7 +114,7 @@ def test_a_longer_message_never_takes_less(measured: list[tuple[int, float]], si
 def test_between_two_sizes() -> None:
     """The time is in between; beyond them the nearest one's rate counts."""
     link = Link(1.0, 0.0, ((100, 10.0), (200, 5.0)))
-    assert [link.seconds(size) for size in (0, 50, 100, 150, 200, 400)] == [0, 5, 10, 25, 40, 80]
+    assert [link.transmission_seconds(size) for size in (0, 50, 100, 150, 200, 400)] == [0, 5, 10, 25, 40, 80]
     assert link.at_rate(2.0) == Link(2.0, 0.0, ((100, 20.0), (200, 10.0)))
 
 
@@ -140,5 +140,5 @@ def test_a_file_that_doctor_has_not_written(tmp_path: Path, text: str | None, sa
 @pytest.mark.parametrize("text", ["100 Mbit/s", "2.5 Gbit/s", "37 Mbit/s", "56 kbit/s", "999 Mbit/s"])
 def test_a_rate_is_shown_as_it_was_said(text: str) -> None:
     """Nominal again, three digits."""
-    assert rate_text(parse_links(text).across.bytes_per_s) == text
+    assert format_nominal_rate(parse_links(text).across.bytes_per_s) == text
     assert str(Link(latency_s=0.008)) == "unlimited, 8 ms"

@@ -10,22 +10,22 @@ import torch
 
 from ddprun.config import PipelineError, load
 from ddprun.explain.explain import Explanation, explain
+from ddprun.predict.cost_model import CostModel, StepPrediction, fit_cost_model
 from ddprun.predict.costs import (
     PARTS_WITHOUT_EXCHANGE,
-    Costs,
     CostsUnknownError,
     LastRankLateness,
     LinearCost,
+    RunCosts,
     StageCosts,
     check_predictable,
     costs_of_run,
 )
-from ddprun.predict.forecast import forecast, leave_one_out, optimizer_bytes, stacks_to_measure
+from ddprun.predict.forecast import forecast, leave_one_out, measure_optimizer_state_bytes, stacks_to_measure
 from ddprun.predict.links import Link, Links, parse_links
 from ddprun.predict.measure import measurement_stages_yaml
-from ddprun.predict.model import CostModel, StepPrediction, fit_cost_model
-from ddprun.predict.timeline import StepSimulator, round_count
-from ddprun.telemetry.reader import Run
+from ddprun.predict.step_simulator import StepSimulator, round_count
+from ddprun.telemetry.reader import RecordedRun
 from ddprun.telemetry.records import PARTS
 from tests.engine.running import run_pipeline
 from tests.report.made_up import step_record
@@ -57,18 +57,18 @@ STAGES = {
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Explanation, Costs]:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Explanation, RunCosts]:
     """A run with the stages of a short run, explained as it ran, and its costs."""
     folder = tmp_path_factory.mktemp("measured")
     (folder / "cases.yaml").write_text(PIPELINE.format(stages="[{train: {steps: 4}}]"))
     stages = measurement_stages_yaml(load(folder / "cases.yaml"), [[], ["int8"]], steps=12)
     run_dir = run_pipeline(folder, PIPELINE.format(stages=stages), RANKS)
     explained = explain(load(folder / "run.yaml"), hosts=1, ranks_per_host=RANKS)
-    return explained, costs_of_run(Run(run_dir), len(explained.stages))
+    return explained, costs_of_run(RecordedRun(run_dir), len(explained.stages))
 
 
 @pytest.fixture(scope="module")
-def model(measured: tuple[Explanation, Costs]) -> CostModel:
+def model(measured: tuple[Explanation, RunCosts]) -> CostModel:
     """Fitted to that run."""
     return fit_cost_model(*measured, Links())
 
@@ -91,13 +91,13 @@ def fixed_model(tmp_path_factory: pytest.TempPathFactory) -> CostModel:
         key = "[" + ", ".join(hook.name for hook in stage.settings.hooks) + "]" if stage.settings else ""
         if key in costs and stage.patterns and stage.patterns[0].exchanges:
             one.step_us, one.cpu_us, hook_times_us = costs[key]
-            one.buckets = [
+            one.bucket_bytes_and_hook_us = [
                 (bucket.bytes, hook_times_us)
                 for exchange in stage.patterns[0].exchanges
                 for bucket in exchange.buckets
             ]
         found.append(one)
-    return fit_cost_model(explained, Costs("cpu", 2.0, found), Links())
+    return fit_cost_model(explained, RunCosts("cpu", 2.0, found), Links())
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def predicted(model: CostModel, cases: Explanation, name: str, links: Links) -> 
     return model.predict(cases.stages[list(STAGES).index(name)], cases.world, links)
 
 
-def test_what_was_measured_is_predicted(measured: tuple[Explanation, Costs], model: CostModel) -> None:
+def test_what_was_measured_is_predicted(measured: tuple[Explanation, RunCosts], model: CostModel) -> None:
     """The fit leaves nothing of a step with a stack that was measured, if its parts leave it any room."""
     explained, costs = measured
     for stack in (["int8"], []):
@@ -142,7 +142,7 @@ def test_all_of_a_step_is_accounted_for(model: CostModel, cases: Explanation, na
     if name in ("independent", "noop"):
         assert one.efficiency == pytest.approx(1)
         assert one.host_sends_bytes == 0
-        contended = model.machine(cases.world, Links()).core_share() < 1
+        contended = model.host_resources(cases.world, Links()).core_share() < 1
         assert one.limit == ("cores" if contended else "computation")
 
 
@@ -199,7 +199,7 @@ def test_an_all_to_all_between_two_hosts_is_one_way_at_first(
         for bucket in exchange.buckets
         for leg in bucket.legs
     ]
-    largest = max(leg.sent.sizes()["between_hosts"] / 2 for leg in legs if leg.op == "all_to_all")
+    largest = max(leg.sent.mean_step_bytes()["between_hosts"] / 2 for leg in legs if leg.op == "all_to_all")
     extra_us = stage.cycle * (found.step_us - found.links_busy_us["across"])
     assert extra_us / 1e6 * 1e4 == pytest.approx(share * largest, abs=0.1 * largest)
 
@@ -232,7 +232,7 @@ def test_bytes_are_those_that_are_sent(model: CostModel, cases: Explanation) -> 
     """What a host sends to others is what explain counts, for a mean step."""
     for stage in cases.stages:
         if stage.patterns and stage.sent_per_cycle is not None:
-            sent = stage.sent_per_cycle.sizes(stage.cycle)["between_hosts"] / cases.world.hosts
+            sent = stage.sent_per_cycle.mean_step_bytes(stage.cycle)["between_hosts"] / cases.world.hosts
             assert model.predict(stage, cases.world, Links()).host_sends_bytes == pytest.approx(sent)
 
 
@@ -278,7 +278,7 @@ def test_hooks_pay_below_their_break_even(fixed_model: CostModel, cases: Explana
         faster = fixed_model.predict(cases.stages[index], cases.world, at).step_us
         slower = fixed_model.predict(cases.stages[plain], cases.world, at).step_us
         assert (faster < 0.98 * slower) is pays
-    said = [" ".join(" ".join(one.lines()).split()) for one in found.values()]
+    said = [" ".join(" ".join(one.text_lines()).split()) for one in found.values()]
     assert all("Predicted Over 10 Mbit/s between hosts, a step takes" in one for one in said)
     worlds = [world for one in found.values() for world, _ in one.sweep]
     assert {world.hosts for world in worlds} == {1, 4}
@@ -315,7 +315,7 @@ def test_memory_is_what_a_rank_holds(model: CostModel, cases: Explanation) -> No
     """Momentum is as large as the weights, and so is what int8 has not sent yet."""
     assert cases.parameters is not None
     weights = sum(one.nbytes for one in cases.parameters.values())
-    assert optimizer_bytes(cases.probe.optimizer) == weights
+    assert measure_optimizer_state_bytes(cases.probe.optimizer) == weights
     memory = {index: one.memory for index, one in forecast(cases, [model], Links()).items()}
     plain, int8 = (memory[list(STAGES).index(name)] for name in ("every_step", "int8"))
     assert list(plain.values()) == [weights, weights, weights, 0, 0]
@@ -333,10 +333,10 @@ class NamedAdam(torch.optim.Adam):
 def test_the_state_of_somebodys_own_optimizer_is_known_unless_it_grows_with_its_steps() -> None:
     """It is made as a run makes it, and weights stay what they are."""
     weights = torch.ones(10, requires_grad=True)
-    assert optimizer_bytes(NamedAdam([weights], "mine")) == 2 * 40 + 4
+    assert measure_optimizer_state_bytes(NamedAdam([weights], "mine")) == 2 * 40 + 4
     assert weights.tolist() == [1.0] * 10
-    assert optimizer_bytes(torch.optim.LBFGS([weights])) is None
-    assert optimizer_bytes(torch.optim.SparseAdam([weights])) is None
+    assert measure_optimizer_state_bytes(torch.optim.LBFGS([weights])) is None
+    assert measure_optimizer_state_bytes(torch.optim.SparseAdam([weights])) is None
 
 
 def made_up(own_us: float, cpu_us: float, step_us: float) -> StageCosts:
@@ -362,11 +362,11 @@ def simple(tmp_path_factory: pytest.TempPathFactory) -> Explanation:
 def test_work_is_what_processes_computed(simple: Explanation, cores: float, step_us: float) -> None:
     """Two ranks took 10 ms on one core for 5 ms of work: with a core for each they take 5 ms."""
     quiet, _, accumulated = simple.stages
-    costs = Costs("cpu", 1.0, [made_up(10_000, 5_000, 10_000), StageCosts(), StageCosts()])
+    costs = RunCosts("cpu", 1.0, [made_up(10_000, 5_000, 10_000), StageCosts(), StageCosts()])
     fitted = fit_cost_model(simple, dataclasses.replace(costs, cores=cores), Links())
     assert fitted.predict(quiet, simple.world, Links()).step_us == pytest.approx(step_us)
     assert fitted.predict(accumulated, simple.world, Links()).step_us == pytest.approx(3 * step_us)
-    of_three = Costs("cpu", cores, [StageCosts(), StageCosts(), made_up(30_000, 15_000, 30_000)])
+    of_three = RunCosts("cpu", cores, [StageCosts(), StageCosts(), made_up(30_000, 15_000, 30_000)])
     fitted = fit_cost_model(simple, of_three, Links())
     assert fitted.predict(quiet, simple.world, Links()).step_us == pytest.approx(step_us)
 
@@ -374,7 +374,7 @@ def test_work_is_what_processes_computed(simple: Explanation, cores: float, step
 def test_threads_of_a_rank_are_no_exchange(simple: Explanation) -> None:
     """Ranks that keep four cores busy take as long as they took, and what that computes is their own."""
     quiet, plain, _ = simple.stages
-    costs = Costs(
+    costs = RunCosts(
         "cpu", 8.0, [made_up(10_000, 40_000, 10_000), made_up(10_000, 40_000, 10_000), StageCosts()]
     )
     fitted = fit_cost_model(simple, costs, Links())
@@ -386,7 +386,7 @@ def test_threads_of_a_rank_are_no_exchange(simple: Explanation) -> None:
 def test_what_processes_computed_beyond_it_is_the_exchange(simple: Explanation, more_us: float) -> None:
     """On one core two ranks take twice what each computes, whatever it is."""
     measured = made_up(10_000, 5_000 + more_us, 9_000)
-    costs = Costs("cpu", 1.0, [made_up(10_000, 5_000, 10_000), measured, StageCosts()])
+    costs = RunCosts("cpu", 1.0, [made_up(10_000, 5_000, 10_000), measured, StageCosts()])
     fitted = fit_cost_model(simple, costs, Links())
     one = fitted.predict(simple.stages[1], simple.world, Links())
     assert one.step_us == pytest.approx(2 * (5_000 + more_us))
@@ -404,13 +404,13 @@ def test_the_first_steps_of_a_stage_do_not_count(tmp_path: Path) -> None:
         line |= dict.fromkeys(PARTS, 0) | {"forward_us": forward_us, "exposed_wire_us": 70_000}
         records.append(json.dumps({**line, "start_us": 0, "step_us": forward_us + 70_000}))
     (tmp_path / "steps" / "rank-00000.jsonl").write_text("\n".join(records) + "\n")
-    costs = costs_of_run(Run(tmp_path), 2)
+    costs = costs_of_run(RecordedRun(tmp_path), 2)
     assert (costs.device, costs.cores) == ("cpu", 3.5)
     found, none = costs.stages
     assert (found.steps, found.step_us, found.cpu_us, none.steps) == (16, 71_000, 800, 0)
-    assert found.parts["forward_us"] == 1_000
+    assert found.parts_us["forward_us"] == 1_000
     with pytest.raises(CostsUnknownError, match="no stage with records of more than 3 steps"):
-        costs_of_run(Run(tmp_path), 0)
+        costs_of_run(RecordedRun(tmp_path), 0)
 
 
 def test_a_collective_has_the_rounds_of_its_algorithm() -> None:

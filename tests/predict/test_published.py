@@ -3,12 +3,12 @@
 import pytest
 
 from ddprun.predict.links import Link, Links
-from ddprun.predict.timeline import (
+from ddprun.predict.step_simulator import (
     AwaitTransfers,
     BucketTransfer,
     Compute,
+    HostResources,
     Instruction,
-    Machine,
     SimulatedCollective,
     StepSimulator,
 )
@@ -24,7 +24,7 @@ PERIOD = 100
 def utilisation(gbit_per_s: float, period: int) -> float:
     """The share of the time in which workers compute; a period of 1 is data-parallel training."""
     link = Link(gbit_per_s * 1e9 / 8)
-    machine = Machine(float("inf"), 1, Links(across=link), workers=1)
+    machine = HostResources(float("inf"), 1, Links(across=link), collective_threads=1)
     simulator = StepSimulator(machine)
     nbytes = PARAMETERS * BYTES / BUCKETS
     forward, backward = (1 - BACKWARD) * STEP_US, BACKWARD * STEP_US

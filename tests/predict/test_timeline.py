@@ -7,20 +7,20 @@ from itertools import pairwise
 import pytest
 
 from ddprun.predict.links import Link, LinkLevel, Links
-from ddprun.predict.timeline import (
+from ddprun.predict.step_simulator import (
     AwaitTransfers,
     BucketTransfer,
     Compute,
+    HostResources,
     Instruction,
     LastRankWait,
-    Machine,
     SimulatedCollective,
     SimulatedStep,
     StepSimulator,
 )
 
 SLOW = Links(across=Link(1e6))  # a byte takes a microsecond
-ALONE = Machine(cores=math.inf, ranks_per_host=1, links=SLOW)
+ALONE = HostResources(cores=math.inf, ranks_per_host=1, links=SLOW)
 
 
 def transfer(
@@ -31,7 +31,7 @@ def transfer(
     return BucketTransfer(f"{nbytes:g}", (Compute(hooks_us), collective, Compute(hooks_us)))
 
 
-def play(machine: Machine, *instructions: Instruction) -> SimulatedStep:
+def play(machine: HostResources, *instructions: Instruction) -> SimulatedStep:
     """One step."""
     return StepSimulator(machine).simulate_step(instructions)
 
@@ -81,7 +81,7 @@ def test_what_is_one_way_at_first_counts_once() -> None:
     played = play(ALONE, two_ranks, AwaitTransfers(), two_ranks, AwaitTransfers())
     assert played.step_us == pytest.approx(280)
     for latency_us, took_us in ((5, 140), (6, 100)):  # within a latency, both first say that they are ready
-        machine = Machine(math.inf, 1, Links(across=Link(1e6, latency_us / 1e6)))
+        machine = HostResources(math.inf, 1, Links(across=Link(1e6, latency_us / 1e6)))
         assert play(machine, two_ranks, AwaitTransfers()).step_us == pytest.approx(took_us)
 
 
@@ -90,8 +90,8 @@ def test_each_message_goes_at_the_rate_of_its_size(rounds: int, messages: int) -
     """However many rounds are simulated as one; and so long the link is busy. What goes ahead is another."""
     link = Link(1e6, 0.0, ((100.0, 0.5e6), (1000.0, 1e6)))
     ring = transfer(800, rounds=rounds, messages=messages, one_way_bytes=50, apart_us=5)
-    played = play(Machine(math.inf, 1, Links(across=link)), ring, AwaitTransfers())
-    busy_us = 1e6 * messages * link.seconds(800 / messages)
+    played = play(HostResources(math.inf, 1, Links(across=link)), ring, AwaitTransfers())
+    busy_us = 1e6 * messages * link.transmission_seconds(800 / messages)
     assert played.links_busy_us == pytest.approx({"within": 0, "across": busy_us})
     assert played.step_us == pytest.approx(busy_us + 100)
 
@@ -107,7 +107,7 @@ def test_a_message_that_is_sent_hides_latency_of_another(
     for rounds in (1, 2):
         counts: Mapping[LinkLevel, float] = {"across": 4 * rounds}
         ring = SimulatedCollective(0.0, {"across": rounds * sent}, rounds, counts, double_buffered=True)
-        played = play(Machine(math.inf, 1, links), BucketTransfer("", (ring,)), AwaitTransfers())
+        played = play(HostResources(math.inf, 1, links), BucketTransfer("", (ring,)), AwaitTransfers())
         assert played.step_us == pytest.approx(rounds * (sent + latency_us))
 
 
@@ -116,12 +116,12 @@ def test_a_message_that_is_sent_hides_latency_of_another(
 )
 def test_what_blocks_an_idle_link_goes_first_once(latency_s: float, first: float) -> None:
     """Before the first of all rounds; if the other end is near, at most what a card's queue holds."""
-    machine = Machine(math.inf, 1, Links(across=Link(1e6, latency_s)))
+    machine = HostResources(math.inf, 1, Links(across=Link(1e6, latency_s)))
     ring = transfer(6e6, rounds=6, blocking_bytes=400e3)
     played = play(machine, ring, ring, AwaitTransfers())
     assert played.transfers[1].done_us == pytest.approx(12e6 + first)
-    inside = SimulatedCollective(0.0, {"within": 100.0}, blocking_bytes=400e3)
-    machine = Machine(math.inf, 1, Links(within=Link(1e6, latency_s)))
+    inside = SimulatedCollective(0.0, {"within": 100.0}, queued_ahead_bytes=400e3)
+    machine = HostResources(math.inf, 1, Links(within=Link(1e6, latency_s)))
     assert play(machine, BucketTransfer("", (inside,)), AwaitTransfers()).step_us == pytest.approx(100)
 
 
@@ -142,7 +142,7 @@ def test_latency_is_no_burden_for_a_link() -> None:
     """Two messages, each under way for 30 µs more: the second is sent meanwhile."""
     links = Links(across=Link(1e6, 30e-6))
     played = play(
-        Machine(math.inf, 1, links),
+        HostResources(math.inf, 1, links),
         transfer(100, latency_counts={"across": 1}),  # type: ignore[arg-type]
         transfer(100, latency_counts={"across": 1}),  # type: ignore[arg-type]
         AwaitTransfers(),
@@ -155,7 +155,7 @@ def test_latency_is_no_burden_for_a_link() -> None:
 @pytest.mark.parametrize("cores", [1.0, 2.0, 3.5])
 def test_cores_are_shared(local: int, cores: float) -> None:
     """Whatever the order, no more is done in a microsecond than cores can do, and no work is lost."""
-    machine = Machine(cores, local, Links())
+    machine = HostResources(cores, local, Links())
     played = play(
         machine,
         Compute(200, "forward_us"),
@@ -211,7 +211,7 @@ def test_what_overlaps_with_the_next_steps_is_awaited_there() -> None:
     ]
     played = [simulator.simulate_step(step) for step in steps]
     assert [one.step_us for one in played] == pytest.approx([100, 100, 150])
-    assert simulator.idle
+    assert simulator.has_no_active_transfers
     (times,) = played[0].transfers
     assert (times.ready_us, times.done_us) == pytest.approx((100, 350))
 
@@ -228,7 +228,7 @@ def test_times_of_a_transfer_count_from_its_own_step() -> None:
 
 def test_a_gpu_computes_slower_while_it_sends() -> None:
     """By a factor, and only then."""
-    machine = Machine(math.inf, 8, SLOW, workers=1, overlap_slowdown=1.25)
+    machine = HostResources(math.inf, 8, SLOW, collective_threads=1, overlap_slowdown=1.25)
     played = play(
         machine,
         Compute(100, "forward_us"),
@@ -255,7 +255,7 @@ def test_more_never_takes_less(what: str) -> None:
         buckets = [
             BucketTransfer(str(number), (Compute(2.0), collective, Compute(2.0))) for number in range(4)
         ]
-        played = play(Machine(2, 4, links), *buckets, Compute(30, "backward_us"), AwaitTransfers())
+        played = play(HostResources(2, 4, links), *buckets, Compute(30, "backward_us"), AwaitTransfers())
         assert whole(played) == pytest.approx(played.step_us)
         times.append(played.step_us)
     assert all(one <= other + 1e-6 for one, other in pairwise(times))

@@ -59,7 +59,7 @@ def charts_in(page: str) -> dict[str, Any]:
 
 
 def page_of(*digests: RunDigest) -> str:
-    return html.page(html.with_short_names(digests))
+    return html.render_page(html.name_by_folder(digests))
 
 
 def words(page: str) -> str:

@@ -16,7 +16,7 @@ from ddprun.report.blocks import Table, format_with_equal_decimals
 from ddprun.report.digest import Curve, SlowStep, digest_run
 from ddprun.report.sections import make_sections
 from ddprun.report.sentences import sentences_by_stage
-from ddprun.telemetry.reader import Run
+from ddprun.telemetry.reader import RecordedRun
 from ddprun.telemetry.records import PARTS
 from tests.report.made_up import bucket_records, episode, make, over_a_link, start_us
 from tests.report.pages import charts_in, everything, over_steps, page_of, rewrite, with_hooks, words
@@ -24,7 +24,7 @@ from tests.report.pages import charts_in, everything, over_steps, page_of, rewri
 
 def test_every_chart_over_steps_shows_stages_and_evaluations(tmp_path: Path) -> None:
     """Of one run, and of several if they are the same in all."""
-    one, two = (digest_run(Run(everything(tmp_path / name))) for name in ("one", "two"))
+    one, two = (digest_run(RecordedRun(everything(tmp_path / name))) for name in ("one", "two"))
     charts = over_steps(charts_in(page_of(one)))
     labels = [{trace["name"] for trace in chart["data"] if "name" in trace} for chart in charts]
     assert {"rank 0", "rank 1", "mean over ranks", "held-out"} in labels
@@ -47,7 +47,7 @@ def test_every_chart_over_steps_shows_stages_and_evaluations(tmp_path: Path) -> 
         for chart in (*norms, *rates)
     ]
     assert looks[0] == looks[1], "a group has one colour"
-    other = digest_run(Run(make(tmp_path / "other", evaluated=(10,))))
+    other = digest_run(RecordedRun(make(tmp_path / "other", evaluated=(10,))))
     loss = over_steps(charts_in(page_of(one, other)))[0]
     assert loss["layout"]["shapes"] == []
     assert loss["layout"]["xaxis"]["range"] == [0.5, 60.5]
@@ -61,7 +61,7 @@ def test_fidelity_is_averaged_within_stages(tmp_path: Path) -> None:
         if "fidelity" in record and record["bucket"]:
             record["fidelity"]["cosine"] = 0.5
 
-    found = digest_run(Run(rewrite(folder, "buckets", differ)))
+    found = digest_run(RecordedRun(rewrite(folder, "buckets", differ)))
     assert found.fidelity["cosine"].means == pytest.approx([0.75] * 5 + [0.7] * 5 + [0.65] * 5)
     assert set(found.fidelity["relative_l2"].means) == {0.1}
 
@@ -69,7 +69,7 @@ def test_fidelity_is_averaged_within_stages(tmp_path: Path) -> None:
 @pytest.mark.parametrize("runs", [1, 3])
 def test_a_constant_is_drawn_from_zero(tmp_path: Path, runs: int) -> None:
     """Not in the middle of a scale of two wholes; as learning rates without a schedule are."""
-    made = [digest_run(Run(everything(tmp_path / f"run-{n}"))) for n in range(runs)]
+    made = [digest_run(RecordedRun(everything(tmp_path / f"run-{n}"))) for n in range(runs)]
     charts = over_steps(charts_in(page_of(*made)))
     axes = [chart["layout"]["yaxis"] for chart in charts if is_constant(chart)]
     assert len(axes) >= 2
@@ -84,7 +84,7 @@ def is_constant(chart: dict[str, Any]) -> bool:
 
 def test_losses_of_ranks_are_below_their_mean(tmp_path: Path) -> None:
     """What is drawn last is on top."""
-    loss = over_steps(charts_in(page_of(digest_run(Run(everything(tmp_path / "run"))))))[0]
+    loss = over_steps(charts_in(page_of(digest_run(RecordedRun(everything(tmp_path / "run"))))))[0]
     names = [trace["name"] for trace in loss["data"] if "name" in trace]
     assert names == ["rank 0", "rank 1", "mean over ranks", "held-out"]
     widths = {trace["name"]: trace["line"]["width"] for trace in loss["data"] if "name" in trace}
@@ -93,7 +93,7 @@ def test_losses_of_ranks_are_below_their_mean(tmp_path: Path) -> None:
 
 def test_bars_of_runs_have_one_scale_and_a_table(tmp_path: Path) -> None:
     """And no advice that is for a run alone."""
-    runs = [Run(make(tmp_path / name, late=late)) for name, late in (("even", None), ("late", 1))]
+    runs = [RecordedRun(make(tmp_path / name, late=late)) for name, late in (("even", None), ("late", 1))]
     slow = tmp_path / "late" / "steps" / "rank-00001.jsonl"
     slow.write_text(slow.read_text().replace('"step_us": 10000', '"step_us": 50000'))
     text = page_of(*map(digest_run, runs))
@@ -117,30 +117,30 @@ def test_bars_of_runs_have_one_scale_and_a_table(tmp_path: Path) -> None:
 
 def test_steps_that_are_not_timed_count_in_curves_only(tmp_path: Path) -> None:
     """As the first turn of a comparison does; if no step is left, nothing is said about time."""
-    run = Run(make(tmp_path / "run", steps=20, stages=((), ())))
+    run = RecordedRun(make(tmp_path / "run", steps=20, stages=((), ())))
     found = digest_run(run, lambda step: step > 15)
-    assert [us["steps"] for us in found.times.total_us_by_rank] == [5, 5]
+    assert [us["steps"] for us in found.times.step_totals_by_rank] == [5, 5]
     assert len(found.loss.steps) == 20
     assert list(sentences_by_stage(found)) == ["stage 1, train"]
     none = digest_run(run, lambda _: False)
     assert none.steps_per_s is None
-    page = html.page([("some", found), ("none", none)], (["They differ."], []))
+    page = html.render_page([("some", found), ("none", none)], (["They differ."], []))
     assert "They differ." in words(page)
 
 
 def test_numbers_are_those_of_the_records(tmp_path: Path) -> None:
     """Means over ranks and steps, bytes by stack, the steps whose timeline is shown."""
-    found = digest_run(Run(make(tmp_path / "run", late=1, hooks=("fp16",), steps=50, every=5)))
+    found = digest_run(RecordedRun(make(tmp_path / "run", late=1, hooks=("fp16",), steps=50, every=5)))
     assert found.recorded_steps == list(range(5, 51, 5))
     assert found.times.mean_parts_us["step_us"] == 10_000
-    assert found.times.mean_us_by_rank[0]["exposed_wait_us"] == 3000
-    assert found.times.mean_us_by_rank[1]["exposed_wait_us"] == 0
+    assert found.times.mean_parts_us_by_rank[0]["exposed_wait_us"] == 3000
+    assert found.times.mean_parts_us_by_rank[1]["exposed_wait_us"] == 0
     assert found.loss.steps[0] == 5
     assert found.loss.means[0] == pytest.approx(1 / 5)
     (stage,) = found.stages
     (sent,) = stage.traffic
     assert (sent.kind, sent.hooks, sent.payloads, sent.wire_bytes) == ("gradient", ("fp16",), 40, 80_000)
-    assert len(sent.steps) == stage.sampled_step_count == 10
+    assert len(sent.steps) == stage.bucket_sample_step_count == 10
     assert [(one.step, one.why) for one in found.timelines] == [
         (30, "the median step"),
         (50, "the longest"),
@@ -148,8 +148,8 @@ def test_numbers_are_those_of_the_records(tmp_path: Path) -> None:
     ]
     first = found.timelines[0].ranks
     assert [one.start_us for one in first] == [0, 0], "clocks are aligned"
-    began, bucket = first[0].step.start_us, first[0].buckets[1]
-    assert first[0].step.waits == [(began + 5500, began + 8500)]
+    began, bucket = first[0].step_record.start_us, first[0].buckets[1]
+    assert first[0].step_record.waits == [(began + 5500, began + 8500)]
     assert bucket.all_ready_us is not None
     assert bucket.all_ready_us - bucket.ready_us == 3000
 
@@ -183,15 +183,15 @@ def test_quantities_are_aligned_right() -> None:
 def test_a_long_run_is_thinned_and_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Curves reach from the first step to the last, in few points; what is sent is drawn from all steps."""
     monkeypatch.setattr("ddprun.report.digest._MAX_BUCKET_RECORDS", 2000)
-    found = digest_run(Run(make(tmp_path / "run", steps=5000)))
+    found = digest_run(RecordedRun(make(tmp_path / "run", steps=5000)))
     assert len(found.loss.steps) <= 200
     assert found.loss.steps[0] < 20
     assert found.loss.steps[-1] > 4980
     assert found.loss.highest[0] == 1.0
     (stage,) = found.stages
     (sent,) = stage.traffic
-    assert 400 < stage.sampled_step_count < 600
-    assert sent.payloads == 4 * len(sent.steps) == 4 * stage.sampled_step_count
+    assert 400 < stage.bucket_sample_step_count < 600
+    assert sent.payloads == 4 * len(sent.steps) == 4 * stage.bucket_sample_step_count
     assert len(page_of(found)) < 2e6
 
 
@@ -217,7 +217,7 @@ def test_a_page_stays_below_2_mb_whatever_a_run_has(tmp_path: Path, monkeypatch:
             record["machine"] = {**memory, "load": 99 * noise.random()}
         write("steps", rank, records)
         write("buckets", rank, ())
-    shown = [one.step for one in digest_run(Run(folder)).timelines]
+    shown = [one.step for one in digest_run(RecordedRun(folder)).timelines]
     assert len(shown) == 3
 
     def buckets(rank: int, step: int) -> Iterator[dict[str, Any]]:
@@ -241,7 +241,7 @@ def test_a_page_stays_below_2_mb_whatever_a_run_has(tmp_path: Path, monkeypatch:
         for step in range(500):
             for event in ({"event": "evaluated", "stage": 0}, {"event": "overflow", "level": "warning"}):
                 out.write(json.dumps({**event, "step": step, "loss": noise.random()}) + "\n")
-    text = page_of(digest_run(Run(folder)))
+    text = page_of(digest_run(RecordedRun(folder)))
     assert len(text.encode()) < 2e6
     assert "more rows are not shown" in words(text)
 
@@ -250,7 +250,7 @@ def test_memory_does_not_grow_with_ranks_times_steps(tmp_path: Path) -> None:
     """Only the first ranks have curves, and with them a number for each step."""
 
     def peak_bytes(ranks: int) -> int:
-        run = Run(make(tmp_path / str(ranks), ranks=ranks, steps=5))
+        run = RecordedRun(make(tmp_path / str(ranks), ranks=ranks, steps=5))
         run.__dict__["recorded_steps"] = array("q", range(1, 20_001))
         tracemalloc.start()
         try:
@@ -274,7 +274,7 @@ def test_slow_steps_are_marked_and_step_times_have_percentiles(tmp_path: Path, t
         record["optimizer_us"] += more
         record["mean_loss"] = None if record["step"] % 4 and not turn else 1.0
 
-    found = digest_run(Run(rewrite(make(tmp_path / "run", steps=200), "steps", change)))
+    found = digest_run(RecordedRun(rewrite(make(tmp_path / "run", steps=200), "steps", change)))
     assert found.slow_steps == [SlowStep(50, 50.0, 10.0, "optimizer_us")]
     assert found.stages[0].step_percentiles_ms == {"p50": 10.0, "p95": 40.0, "p99": 40.0, "longest": 50.0}
     text = page_of(found)
@@ -304,14 +304,14 @@ def test_the_part_that_grew_most_is_compared_with_steps_alike(tmp_path: Path) ->
         record["step_us"] += sum(more.values())
         record["mean_loss"] = 1.0 if exchanged else None
 
-    found = digest_run(Run(rewrite(make(tmp_path / "run", steps=48), "steps", change)))
+    found = digest_run(RecordedRun(rewrite(make(tmp_path / "run", steps=48), "steps", change)))
     assert found.slow_steps == [SlowStep(24, 251.0, 110.0, "backward_us")]
 
 
 def test_each_bucket_has_its_parameters_and_its_rate(tmp_path: Path) -> None:
     """2,000 bytes in 370 µs; what two buckets send at once counts once in the rate of their stack."""
     folder = make(tmp_path / "run")
-    told = words(page_of(digest_run(Run(folder))))
+    told = words(page_of(digest_run(RecordedRun(folder))))
     assert "0 gradient 0 2 kB 2 kB 0.3700 43.2 Mbit/s 3.weight, 3.bias 0 gradient 1" in told
 
     def at_once(record: dict[str, Any]) -> None:
@@ -320,7 +320,7 @@ def test_each_bucket_has_its_parameters_and_its_rate(tmp_path: Path) -> None:
             for fields in (record, leg):
                 fields |= {name: at - 2000 for name, at in fields.items() if name in MOMENTS}
 
-    (sent,) = digest_run(Run(rewrite(folder, "buckets", at_once))).stages[0].traffic
+    (sent,) = digest_run(RecordedRun(rewrite(folder, "buckets", at_once))).stages[0].traffic
     assert sent.wire_us == 20 * 2 * 370
     assert sent.bits_per_s == pytest.approx(2 * 43.24e6, rel=1e-3)
 
@@ -336,8 +336,8 @@ def test_memory_of_ranks_and_load_of_hosts_are_charts(tmp_path: Path) -> None:
             memory = (100 + record["rank"]) * 10**6
             record["machine"] = {"rss_bytes": memory, "device_bytes": None, "load": record["step"] / 10}
 
-    found = digest_run(Run(rewrite(make(tmp_path / "run"), "steps", measure)))
-    assert found.machine["load"][0] == Curve(
+    found = digest_run(RecordedRun(rewrite(make(tmp_path / "run"), "steps", measure)))
+    assert found.machine_curves["load"][0] == Curve(
         [5, 10, 15, 20], [0.5, 1.0, 1.5, 2.0], [0.5, 1.0, 1.5, 2.0], [0.5, 1.0, 1.5, 2.0]
     )
     drawn = [
@@ -361,8 +361,8 @@ def test_odd_measurements_and_clocks_are_not_believed(tmp_path: Path) -> None:
         for bound in ("far", ["far"], None, [1e400]):
             event = {"event": "clock_offsets", "monotonic_us": 5, "offset_us": [0.0, 0.0], "error_us": bound}
             out.write(json.dumps(event) + "\n")
-    found = digest_run(Run(folder))
-    assert found.machine.keys() == {"rss_bytes", "load"}
+    found = digest_run(RecordedRun(folder))
+    assert found.machine_curves.keys() == {"rss_bytes", "load"}
     assert "went through, latency included" in words(page_of(found))
 
 
@@ -371,7 +371,7 @@ def test_what_is_sent_twice_in_a_step_has_one_row(tmp_path: Path) -> None:
     folder = make(tmp_path / "run")
     for file in (folder / "buckets").iterdir():
         file.write_text("".join(2 * line for line in file.read_text().splitlines(keepends=True)))
-    charts = charts_in(page_of(digest_run(Run(folder)))).values()
+    charts = charts_in(page_of(digest_run(RecordedRun(folder)))).values()
     (choices,) = [chart for chart in charts if len(chart) > 1]
     for chart in choices.values():
         rows = chart["layout"]["yaxis"]["categoryarray"]

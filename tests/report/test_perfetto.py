@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ddprun.report import trace
-from ddprun.telemetry.reader import Run
+from ddprun.telemetry.reader import RecordedRun
 from tests.engine.running import run_pipeline
 from tests.ranks import free_port
 from tests.report.made_up import LAPS, make
@@ -92,7 +92,7 @@ def opened(file: Path) -> Iterator[Any]:
 def test_perfetto_opens_the_timeline_without_an_error(tmp_path: Path) -> None:
     """Its own queries read the names of slices and tracks back."""
     file = tmp_path / "trace.json"
-    trace.write(Run(make(tmp_path / "run", ranks=3, late=1)), file)
+    trace.write_chrome_trace(RecordedRun(make(tmp_path / "run", ranks=3, late=1)), file)
     with opened(file) as browser:
         browser.set_script_timeout(30)
         found = browser.execute_async_script(QUERY)
@@ -110,7 +110,7 @@ def test_perfetto_opens_the_timeline_without_an_error(tmp_path: Path) -> None:
 def test_perfetto_opens_a_real_run_with_torchs_profile(tmp_path: Path) -> None:
     """Arrows between torch's operators included; gradients are marked on their buckets' tracks."""
     file = tmp_path / "trace.json"
-    trace.write(Run(run_pipeline(tmp_path, PROFILED, 2)), file)
+    trace.write_chrome_trace(RecordedRun(run_pipeline(tmp_path, PROFILED, 2)), file)
     with opened(file) as browser:
         browser.set_script_timeout(30)
         found = browser.execute_async_script(QUERY)

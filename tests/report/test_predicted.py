@@ -13,8 +13,8 @@ import pytest
 
 from ddprun.cli import main
 from ddprun.report.digest import digest_run
-from ddprun.report.predicted import PredictionFile, StageComparison, compare_stages
-from ddprun.telemetry.reader import Run
+from ddprun.report.predicted_vs_measured import PredictionComparison, PredictionFile, compare_with_predictions
+from ddprun.telemetry.reader import RecordedRun
 from tests.engine.running import run_pipeline
 from tests.report.made_up import SENT, over_a_link
 from tests.report.pages import words
@@ -31,9 +31,9 @@ PREDICTED_BUCKETS = [
 PLANNED = [{"bucket": number, "bytes": size} for number, (size, _) in enumerate(SENT)]
 
 
-def compared(folder: Path, prediction: dict[str, Any]) -> StageComparison:
+def compared(folder: Path, prediction: dict[str, Any]) -> PredictionComparison:
     """The only stage of a run."""
-    (stage,) = compare_stages(digest_run(Run(folder)), read(prediction))
+    (stage,) = compare_with_predictions(digest_run(RecordedRun(folder)), read(prediction))
     return stage
 
 
@@ -286,7 +286,7 @@ def test_odd_records_make_no_odd_page(tmp_path: Path, key: str, value: int) -> N
                 if key in one:
                     one[key] = value
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    compare_stages(digest_run(Run(folder)), read(predicted()))
+    compare_with_predictions(digest_run(RecordedRun(folder)), read(predicted()))
 
 
 def test_a_report_imports_no_code_of_the_pipeline(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_a_report_imports_no_code_of_the_pipeline(tmp_path: Path) -> None:
     script = (
         "import sys\nfrom ddprun.cli import main\n"
         f"assert main(['report', {str(folder)!r}, '--predicted', {str(file)!r}]) == 0\n"
-        "loads = ('mine', 'ddprun.explain', 'ddprun.engine', 'ddprun.predict.model')\n"
+        "loads = ('mine', 'ddprun.explain', 'ddprun.engine', 'ddprun.predict.cost_model')\n"
         "assert not (found := [name for name in sys.modules if name.startswith(loads)]), found\n"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
@@ -332,12 +332,14 @@ stages:
     page = words((folder / "report.html").read_text())
     assert page.count("A step was predicted to take") == 3
     with file.open("rb") as opened:
-        measured = compare_stages(digest_run(Run(folder)), PredictionFile.read(opened))
+        measured = compare_with_predictions(digest_run(RecordedRun(folder)), PredictionFile.read(opened))
     for stage, prefix in zip(measured, ("gradient", "delta", None), strict=True):
         assert all(said is not None and was is not None for said, was in stage.buckets.values()), stage
         assert {name.split()[0] for name in stage.buckets} == ({prefix} if prefix else set())
     times_us = [
-        line.step_us for rank in (0, 1) for line in Run(folder).step_records(rank, range(4, 13).__contains__)
+        line.step_us
+        for rank in (0, 1)
+        for line in RecordedRun(folder).step_records(rank, range(4, 13).__contains__)
     ]
     own, hooks, late, wire, step = (was for _, was in measured[0].step_parts_us.values())
     assert min(times_us) <= step <= max(times_us)  # a busy machine may make outliers, which do not count

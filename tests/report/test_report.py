@@ -15,7 +15,7 @@ from ddprun.host.device import device_name
 from ddprun.report.blocks import Table
 from ddprun.report.digest import digest_run
 from ddprun.report.sections import make_sections
-from ddprun.telemetry.reader import Run
+from ddprun.telemetry.reader import RecordedRun
 from tests.engine.running import run_pipeline
 from tests.report.made_up import make
 from tests.report.pages import Page, charts_in, everything, over_steps, page_of, words
@@ -25,7 +25,7 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 
 def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
     """No address but its own parts; every chart has a label, and can be reached without a mouse."""
-    text = page_of(digest_run(Run(make(tmp_path / "run", late=1))))
+    text = page_of(digest_run(RecordedRun(make(tmp_path / "run", late=1))))
     page = Page(text)
     assert page.addresses == ["data:,"]
     assert "default-src 'none'" in text
@@ -46,7 +46,7 @@ def test_the_first_screen_says_where_the_time_went_before_any_table(tmp_path: Pa
     keys = "model: {mlp: {hidden: [8]}}  # line 1\nloader: {batch_size: 32}\n"
     keys += "optimizer: {SGD: {lr: 0.1}}\nseed: 7"
     (folder / "pipeline.yaml").write_text(f"{keys}\naccumulate: 2\n")
-    text = page_of(digest_run(Run(folder)))
+    text = page_of(digest_run(RecordedRun(folder)))
     order = ['class="facts"', 'id="where-the-time-went"', 'id="chart-0"', 'class="words"', 'id="chart-1"']
     order.append("<table")
     places = list(map(text.index, order))
@@ -69,7 +69,7 @@ def test_a_pipeline_file_that_is_none_is_no_error(tmp_path: Path, text: str) -> 
     """And one behind a link is not read."""
     folder = make(tmp_path / "run")
     (folder / "pipeline.yaml").write_text(text)
-    found = digest_run(Run(folder))
+    found = digest_run(RecordedRun(folder))
     assert "<main" in page_of(found)
     facts = make_sections([("", found)], [])["The run"][0]
     assert isinstance(facts, Table)
@@ -77,13 +77,16 @@ def test_a_pipeline_file_that_is_none_is_no_error(tmp_path: Path, text: str) -> 
     (tmp_path / "secret").write_text("model: secret")
     (folder / "pipeline.yaml").unlink()
     (folder / "pipeline.yaml").symlink_to(tmp_path / "secret")
-    assert "secret" not in words(page_of(digest_run(Run(folder))))
+    assert "secret" not in words(page_of(digest_run(RecordedRun(folder))))
 
 
 def test_runs_stand_side_by_side_under_names_that_tell_them_apart(tmp_path: Path) -> None:
     """And nothing of a run's own words is taken for HTML."""
     odd = "</script><b>&amp;"
-    runs = [Run(make(tmp_path / "x" / "one", name=odd)), Run(make(tmp_path / "y" / "one", late=0))]
+    runs = [
+        RecordedRun(make(tmp_path / "x" / "one", name=odd)),
+        RecordedRun(make(tmp_path / "y" / "one", late=0)),
+    ]
     text = page_of(*map(digest_run, runs))
     told = words(text)
     assert "x/one" in told
@@ -107,11 +110,11 @@ def test_a_run_without_records_has_a_page(tmp_path: Path) -> None:
     """One that ended before its first step."""
     folder = make(tmp_path / "run", steps=0)
     (folder / "summary.json").unlink()
-    told = words(page_of(digest_run(Run(folder))))
+    told = words(page_of(digest_run(RecordedRun(folder))))
     assert "The run has no step records" in told
     assert "still running, or killed" in told
     (folder / "events.jsonl").write_text("")
-    assert "hosts" not in words(page_of(digest_run(Run(folder))))
+    assert "hosts" not in words(page_of(digest_run(RecordedRun(folder))))
 
 
 def test_what_events_say_is_not_believed(tmp_path: Path) -> None:
@@ -132,7 +135,7 @@ def test_what_events_say_is_not_believed(tmp_path: Path) -> None:
     ]
     with (folder / "events.jsonl").open("a") as file:
         file.writelines(json.dumps(event) + "\n" for event in odd)
-    found = digest_run(Run(folder))
+    found = digest_run(RecordedRun(folder))
     assert found.run.evaluations == {(5, 0): {"loss": 7.0}, (10, 0): {"loss": 0.2, "accuracy": 0.9}}
     assert found.stages[0].name == "stage 0, train (5)"
     assert "<main" in page_of(found)
@@ -143,14 +146,14 @@ def test_the_speed_is_that_of_all_steps(tmp_path: Path) -> None:
     folder = make(tmp_path / "run", steps=50, every=5)
     summary = json.loads((folder / "summary.json").read_text())
     (folder / "summary.json").write_text(json.dumps({**summary, "steps_per_s": 400.0}))
-    assert "samples per second 6,400 steps per second 400 " in words(page_of(digest_run(Run(folder))))
+    assert "samples per second 6,400 steps per second 400 " in words(page_of(digest_run(RecordedRun(folder))))
     (folder / "summary.json").unlink()
-    assert "samples per second 1,600 steps per second 100 " in words(page_of(digest_run(Run(folder))))
+    assert "samples per second 1,600 steps per second 100 " in words(page_of(digest_run(RecordedRun(folder))))
 
 
 def test_a_run_that_goes_on_meanwhile_has_a_page(tmp_path: Path) -> None:
     """Lines come while they are read; those of later steps are left for the next page."""
-    run = Run(make(tmp_path / "run", late=1))
+    run = RecordedRun(make(tmp_path / "run", late=1))
     run.__dict__["recorded_steps"] = range(1, 13)  # as it was when the reading began
     assert digest_run(run).recorded_steps == list(range(1, 13))
     assert "<main" in page_of(digest_run(run))
@@ -277,7 +280,7 @@ def browse(file: Path, tmp_path: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.skipif(BROWSER is None, reason="no chromium or chrome here")
 def test_a_phone_scrolls_tables_and_not_the_page_and_values_have_a_log_scale(tmp_path: Path) -> None:
     """In a frame of 400 pixels: its width, what scrolls, and the scales before and after a click."""
-    text = page_of(digest_run(Run(everything(tmp_path / "run"))))
+    text = page_of(digest_run(RecordedRun(everything(tmp_path / "run"))))
     look = """
 const frame = document.querySelector("iframe");
 const wait = setInterval(function () {
@@ -309,7 +312,7 @@ const wait = setInterval(function () {
 @pytest.mark.parametrize("runs", [1, 3])
 def test_a_browser_draws_every_chart_and_asks_for_nothing(tmp_path: Path, runs: int) -> None:
     """Nothing on the console; each chart has its shapes."""
-    digests = [digest_run(Run(everything(tmp_path / f"run-{n}"))) for n in range(runs)]
+    digests = [digest_run(RecordedRun(everything(tmp_path / f"run-{n}"))) for n in range(runs)]
     file = tmp_path / "page.html"
     file.write_text(page_of(*digests))
     done = browse(file, tmp_path)
@@ -342,7 +345,7 @@ def test_shares_over_time(tmp_path: Path) -> None:
             *_, (_, _, samples) = (one for one in told if one[1] <= line["step"])
             line |= {"samples": samples[rank], "step_us": 8_000 if samples[0] > samples[1] else 10_000}
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (table,) = make_sections([("", digest_run(Run(folder)))], [[]])["Shares of samples"]
+    (table,) = make_sections([("", digest_run(RecordedRun(folder)))], [[]])["Shares of samples"]
     assert isinstance(table, Table)
     assert [[*row] for row in table.rows] == [
         [1, "8, 8", 5, 1600.0],
@@ -354,14 +357,14 @@ def test_shares_over_time(tmp_path: Path) -> None:
 
 def test_held_out_metrics_are_charts_with_tables(tmp_path: Path) -> None:
     """The loss, too; of one evaluation the headline has the numbers."""
-    found = digest_run(Run(make(tmp_path / "run", evaluated=(10, 20))))
+    found = digest_run(RecordedRun(make(tmp_path / "run", evaluated=(10, 20))))
     blocks = make_sections([("", found)], [])["Held-out data"]
     tables = [block for block in blocks if isinstance(block, Table)]
     assert [[*table.heads, *map(list, table.rows)] for table in tables] == [
         ["step", "held-out", [10, 0.2], [20, 0.1]],
         ["step", "held-out", [10, 0.9], [20, 0.9]],
     ]
-    once = digest_run(Run(make(tmp_path / "once", evaluated=(10,))))
+    once = digest_run(RecordedRun(make(tmp_path / "once", evaluated=(10,))))
     assert make_sections([("", once)], [])["Held-out data"] == []
     assert "held-out loss 0.2 held-out accuracy 0.9" in words(page_of(once))
 
@@ -373,7 +376,7 @@ def test_a_second_evaluation_after_a_step_has_a_name_of_its_own(tmp_path: Path) 
         for stage, accuracy in ((1, 0.5), (2, 0.3), (2, 0.4)):  # the last is repeated by a resumed run
             event = {"event": "evaluated", "stage": stage, "step": 20, "accuracy": accuracy}
             file.write(json.dumps(event) + "\n")
-    found = digest_run(Run(folder))
+    found = digest_run(RecordedRun(folder))
     assert {name: (one.steps, one.means) for name, one in found.held_out.items()} == {
         "loss": ([10, 20], [0.2, 0.1]),
         "accuracy": ([10, 20], [0.9, 0.9]),

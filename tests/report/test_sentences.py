@@ -10,8 +10,8 @@ import pytest
 from ddprun.cli import main
 from ddprun.report import html
 from ddprun.report.digest import digest_run
-from ddprun.report.sentences import ending, hook_balance, sentences_by_stage
-from ddprun.telemetry.reader import Run
+from ddprun.report.sentences import ending_problem_sentence, hook_cost_benefit, sentences_by_stage
+from ddprun.telemetry.reader import RecordedRun
 from ddprun.telemetry.records import PARTS
 from tests.report.made_up import make, over_a_link
 from tests.report.pages import everything, observed, page_of, rewrite, with_hooks, words
@@ -28,7 +28,7 @@ HANG = {
 
 def test_sentences_say_where_the_time_went_and_what_to_try(tmp_path: Path) -> None:
     """On made-up runs: one with a late rank, one without."""
-    late = sentences_by_stage(digest_run(Run(make(tmp_path / "late", ranks=4, late=1))))
+    late = sentences_by_stage(digest_run(RecordedRun(make(tmp_path / "late", ranks=4, late=1))))
     assert late[""] == [
         "A step took 10.0 ms on average: 68% forward, backward and optimizer, 22% exposed communication (0% "
         "on the wire, 22% waiting for the last rank, 0% launching collectives or in hooks), 5% loading data, "
@@ -39,12 +39,12 @@ def test_sentences_say_where_the_time_went_and_what_to_try(tmp_path: Path) -> No
         "at most 25% of a step); a look at the layers of that bucket, and at what else runs on the late "
         "rank's cores or GPU (saves at most 22% of a step).",
     ]
-    assert sentences_by_stage(digest_run(Run(make(tmp_path / "even"))))[""][1:] == [
+    assert sentences_by_stage(digest_run(RecordedRun(make(tmp_path / "even"))))[""][1:] == [
         "No rank was late for long enough to be named.",
         "Communication is hidden or small. `compile: true` may make steps faster, and changes only "
         "rounding; more ranks, a larger `loader.batch_size` and `precision: bf16` change training.",
     ]
-    assert sentences_by_stage(digest_run(Run(make(tmp_path / "alone", ranks=1))))[""][1] == (
+    assert sentences_by_stage(digest_run(RecordedRun(make(tmp_path / "alone", ranks=1))))[""][1] == (
         "There was one rank, so no rank waited for another."
     )
 
@@ -63,7 +63,7 @@ def test_more_workers_are_advised_once(tmp_path: Path) -> None:
     summary = json.loads((folder / "summary.json").read_text())
     summary["stragglers"][0] |= {"cause": "data", "bucket": None, "params": []}
     (folder / "summary.json").write_text(json.dumps(summary))
-    assert sentences_by_stage(digest_run(Run(folder)))[""][-1] == (
+    assert sentences_by_stage(digest_run(RecordedRun(folder)))[""][-1] == (
         "To try first, since nothing is lost: more `loader.workers`, or a look at the late rank's disk, "
         "since the training thread waits for its data (saves at most 53% of a step); `loader.balance`, which "
         "gives slow ranks fewer samples (saves at most 22% of a step)."
@@ -72,7 +72,7 @@ def test_more_workers_are_advised_once(tmp_path: Path) -> None:
 
 def test_a_run_without_records_says_why(tmp_path: Path) -> None:
     """Its steps were too few for `timings.every`."""
-    short = digest_run(Run(make(tmp_path / "short", steps=50, every=100)))
+    short = digest_run(RecordedRun(make(tmp_path / "short", steps=50, every=100)))
     assert sentences_by_stage(short)[""] == [
         "The run has no step records, so it is unknown where its time went.",
         "It took 50 steps: `timings.every` is larger than that, or no record could be written.",
@@ -89,7 +89,7 @@ def test_records_of_one_of_two_hosts_are_not_taken_for_all(tmp_path: Path) -> No
     (folder / "summary.json").unlink()
     events = folder / "events.jsonl"
     events.write_text(events.read_text().replace('"hosts": ["a", "a"]', '"hosts": ["a", "b"]'))
-    found = digest_run(Run(folder))
+    found = digest_run(RecordedRun(folder))
     assert (found.samples_per_s, found.steps_per_s) == (None, 100)
     told = sentences_by_stage(found)[""]
     assert told[1].startswith("Rank 1 was 3.0 ms late in backward")
@@ -97,9 +97,9 @@ def test_records_of_one_of_two_hosts_are_not_taken_for_all(tmp_path: Path) -> No
     here = "The run is still running, or was killed; the last recorded step is 20. "
     here += "Records of 1 of 2 ranks are here"
     come = "those of other hosts come at checkpoints and at the ends of stages"
-    assert ending(found.run) == f"{here}: {come}."
+    assert ending_problem_sentence(found.run) == f"{here}: {come}."
     events.write_text(events.read_text().replace('"digest": "0"', '"digest": ""'))
-    assert ending(Run(folder)) == f"{here}.", "of a script they come when it ends"
+    assert ending_problem_sentence(RecordedRun(folder)) == f"{here}.", "of a script they come when it ends"
 
 
 def test_a_run_that_does_not_tell_where_its_time_went_has_a_page(
@@ -111,7 +111,7 @@ def test_a_run_that_does_not_tell_where_its_time_went_has_a_page(
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         nothing = dict.fromkeys(PARTS, 0)
         file.write_text("".join(json.dumps(line | nothing) + "\n" for line in lines))
-    assert sentences_by_stage(digest_run(Run(folder)))[""][0] == (
+    assert sentences_by_stage(digest_run(RecordedRun(folder)))[""][0] == (
         "A step took 10.0 ms on average; the records do not tell where the time went."
     )
     assert main(["report", str(folder)]) == 0, capsys.readouterr().err
@@ -126,7 +126,7 @@ def test_a_run_is_told_stage_by_stage(tmp_path: Path) -> None:
         record["step_us"] += 10_000
         record["data_us"] += 10_000
     slower.write_text("".join(json.dumps(record) + "\n" for record in records))
-    found = digest_run(Run(folder))
+    found = digest_run(RecordedRun(folder))
     told = sentences_by_stage(found)
     assert list(told) == ["stage 0, train", "stage 1, train (int8)", "stage 2, train (int8)"]
     assert [told[name][0].split(" on average")[0] for name in told] == [
@@ -142,7 +142,7 @@ def test_a_run_is_told_stage_by_stage(tmp_path: Path) -> None:
         [(("int8",), 20)],
         [(("int8",), 20)],
     ]
-    assert [us["steps"] for us in found.times.total_us_by_rank] == [60, 60]
+    assert [us["steps"] for us in found.times.step_totals_by_rank] == [60, 60]
     page = words(page_of(found))
     assert "0 gradient none: all-reduce 100%" in page
     assert "1 gradient int8 100%" in page
@@ -152,7 +152,9 @@ def test_a_run_is_told_stage_by_stage(tmp_path: Path) -> None:
 def test_what_tells_runs_apart_is_on_top(tmp_path: Path) -> None:
     """How each synchronises and through which hooks: the names of folders do not say it."""
     plain = make(tmp_path / "plain")
-    told = words(page_of(*(digest_run(Run(folder)) for folder in (plain, everything(tmp_path / "several")))))
+    told = words(
+        page_of(*(digest_run(RecordedRun(folder)) for folder in (plain, everything(tmp_path / "several"))))
+    )
     assert "stages that take steps train train; train (int8); train (int8)" in told
 
 
@@ -164,7 +166,7 @@ def test_episodes_of_a_late_rank_are_summed_up(tmp_path: Path) -> None:
 
     def told(*episodes: dict[str, Any]) -> tuple[list[str], str]:
         (run / "summary.json").write_text(json.dumps({**summary, "stragglers": episodes}))
-        found = digest_run(Run(run))
+        found = digest_run(RecordedRun(run))
         return sentences_by_stage(found)[""], words(page_of(found))
 
     parts = [{**whole, "first_step": first, "last_step": first + 3} for first in (1, 11)]
@@ -191,7 +193,7 @@ def test_words_of_records_do_not_command_a_terminal(tmp_path: Path) -> None:
     """Names of hooks are what the records say."""
     folder = with_hooks(over_a_link(tmp_path / "run"), 0.08)
     rewrite(folder, "buckets", lambda record: record.update(hooks=["\x1b[2Jint8"]))
-    told = "\n".join(html.terminal_summary([("run", digest_run(Run(folder)))]))
+    told = "\n".join(html.terminal_summary([("run", digest_run(RecordedRun(folder)))]))
     assert "Hooks (`\ufffd[2Jint8`) sent" in told
     assert "\x1b" not in told
 
@@ -202,8 +204,8 @@ def test_hooks_pay_over_links_slower_than_their_break_even(
 ) -> None:
     """Two hosts with 80 Mbit/s between them: where hooks pay, nobody is told to leave them out."""
     folder = with_hooks(over_a_link(tmp_path / "run"), us_per_byte)
-    found = digest_run(Run(folder))
-    balance = hook_balance(found, found.stages[0])
+    found = digest_run(RecordedRun(folder))
+    balance = hook_cost_benefit(found, found.stages[0])
     assert balance is not None
     assert balance.break_even_bits_per_s == pytest.approx(24e6 / us_per_byte, rel=0.01)
     assert balance.sent_bits_per_s == pytest.approx(80e6, rel=0.01)
@@ -218,19 +220,19 @@ def test_hooks_pay_over_links_slower_than_their_break_even(
         record["step_us"] += 100_000
         record["exposed_hook_us"] += 100_000
 
-    advice = " ".join(sentences_by_stage(digest_run(Run(rewrite(folder, "steps", grow))))[""])
+    advice = " ".join(sentences_by_stage(digest_run(RecordedRun(rewrite(folder, "steps", grow))))[""])
     assert ("no hooks, or cheaper ones" in advice) is not pay
     events = folder / "events.jsonl"
     events.write_text(events.read_text().replace('"hosts": ["a", "b"]', '"hosts": ["a", "a"]'))
-    on_one_host = " ".join(sentences_by_stage(digest_run(Run(folder)))[""])
+    on_one_host = " ".join(sentences_by_stage(digest_run(RecordedRun(folder)))[""])
     assert "no hooks, or cheaper ones" in on_one_host
     assert f"slower than {limit} Mbit/s. Here all ranks are on one host." in on_one_host
 
 
 def test_nothing_is_said_of_hooks_where_records_cannot_tell(tmp_path: Path) -> None:
     """Without any, within a part of the ranks, over another number of ranks, or with nothing saved."""
-    plain = digest_run(Run(over_a_link(tmp_path / "plain")))
-    assert hook_balance(plain, plain.stages[0]) is None
+    plain = digest_run(RecordedRun(over_a_link(tmp_path / "plain")))
+    assert hook_cost_benefit(plain, plain.stages[0]) is None
     changes: tuple[Callable[[dict[str, Any]], None], ...] = (
         lambda record: record["legs"][0].update(group="world across.0"),
         lambda record: record.update(encode_us=0, decode_us=0),
@@ -238,14 +240,14 @@ def test_nothing_is_said_of_hooks_where_records_cannot_tell(tmp_path: Path) -> N
     )
     for number, change in enumerate(changes):
         folder = with_hooks(over_a_link(tmp_path / f"{number}"), 0.08)
-        found = digest_run(Run(rewrite(folder, "buckets", change)))
-        assert hook_balance(found, found.stages[0]) is None
+        found = digest_run(RecordedRun(rewrite(folder, "buckets", change)))
+        assert hook_cost_benefit(found, found.stages[0]) is None
     folder = with_hooks(over_a_link(tmp_path / "resumed"), 0.08)
     events = (folder / "events.jsonl").read_text()
     resumed = json.dumps({"event": "resumed", "world_sizes": [[1, 2], [2, 4]]})
     (folder / "events.jsonl").write_text(f"{events}{resumed}\n")
-    found = digest_run(Run(folder))
-    assert hook_balance(found, found.stages[0]) is None
+    found = digest_run(RecordedRun(folder))
+    assert hook_cost_benefit(found, found.stages[0]) is None
 
 
 @pytest.mark.parametrize(
@@ -283,7 +285,7 @@ def test_advice_names_first_what_loses_nothing(
     events.write_text(
         events.read_text().replace(f'"hosts": {json.dumps(["a"] * len(hosts))}', f'"hosts": {names}')
     )
-    *_, before, last = sentences_by_stage(digest_run(Run(folder)))[""]
+    *_, before, last = sentences_by_stage(digest_run(RecordedRun(folder)))[""]
     if lossless is None:
         assert before == "No rank was late for long enough to be named."
     else:
@@ -300,7 +302,7 @@ def test_advice_names_first_what_loses_nothing(
 def test_every_warning_is_among_the_faults(tmp_path: Path) -> None:
     """And every error; but for stragglers, which have a part of their own."""
     folder = make(tmp_path / "run", late=1)
-    assert "Nothing went wrong." in words(page_of(digest_run(Run(folder))))
+    assert "Nothing went wrong." in words(page_of(digest_run(RecordedRun(folder))))
     levels = {"resumed": "info", "hang": "error", "best_kept": "info"}
     kinds = [
         "checkpoint_left_out",
@@ -314,7 +316,7 @@ def test_every_warning_is_among_the_faults(tmp_path: Path) -> None:
         for kind in (*levels, *kinds):
             event = {"event": kind, "level": levels.get(kind, "warning"), "reason": f"why-{kind}"}
             file.write(json.dumps(event) + "\n")
-    page = words(page_of(digest_run(Run(folder))))
+    page = words(page_of(digest_run(RecordedRun(folder))))
     assert "Nothing went wrong." not in page
     told = [kind for kind in (*levels, *kinds, "straggler") if f"reason: why-{kind}" in page]
     assert told == ["resumed", "hang", *kinds]
@@ -366,7 +368,7 @@ def test_how_a_run_ended_comes_first(
     if log:
         (folder / "logs").mkdir()
         (folder / "logs" / "rank-00001.log").write_text(log)
-    page, shown = words(page_of(digest_run(Run(folder)))), " ".join(told.replace("`", " ").split())
+    page, shown = words(page_of(digest_run(RecordedRun(folder)))), " ".join(told.replace("`", " ").split())
     assert page.index(shown) < page.index("samples per second")
     assert "Nothing went wrong." not in page
     assert main(["report", "--no-trace", str(folder)]) == 0
@@ -388,7 +390,7 @@ def test_the_report_of_a_script_names_nothing_that_only_a_pipeline_has(tmp_path:
 
     rewrite(folder, "steps", grow)
     rewrite(folder, "buckets", lambda record: record.update(bucket=0, bytes=8 << 20))
-    page = words(page_of(digest_run(Run(folder))))
+    page = words(page_of(digest_run(RecordedRun(folder))))
     advice = {
         "data_us": "a larger num_workers of the DataLoader , since",
         "exposed_hook_us": "no hooks, or cheaper ones (saves",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ddprun.report import trace
-from ddprun.telemetry.reader import Run
+from ddprun.telemetry.reader import RecordedRun
 from tests.engine.running import lines, run_pipeline
 from tests.report.made_up import LAPS, STEP_US, make
 
@@ -63,8 +63,8 @@ def check_nesting(row: list[dict[str, Any]]) -> None:
 
 def test_ranks_are_aligned_and_parts_follow_each_other(tmp_path: Path) -> None:
     """Clocks of these ranks are 5 s apart; their steps begin together."""
-    run = Run(make(tmp_path / "run", late=1))
-    assert trace.write(run, tmp_path / "trace.json") == 20
+    run = RecordedRun(make(tmp_path / "run", late=1))
+    assert trace.write_chrome_trace(run, tmp_path / "trace.json") == 20
     events = read(tmp_path / "trace.json")
     assert names(events, "process_name") == {1: "run", 2: "rank 0 on a", 3: "rank 1 on a"}
     rows = tracks(events)
@@ -99,7 +99,7 @@ def test_ranks_are_aligned_and_parts_follow_each_other(tmp_path: Path) -> None:
 def test_a_real_run_has_a_slice_for_every_part_and_leg(tmp_path: Path) -> None:
     """Gradients and deltas, on a track for each bucket; all inside one another."""
     folder = run_pipeline(tmp_path, PIPELINE, 2)
-    trace.write(Run(folder), tmp_path / "trace.json")
+    trace.write_chrome_trace(RecordedRun(folder), tmp_path / "trace.json")
     events = read(tmp_path / "trace.json")
     rows, titles = tracks(events), names(events, "thread_name")
     for row in rows.values():
@@ -123,10 +123,10 @@ def test_a_real_run_has_a_slice_for_every_part_and_leg(tmp_path: Path) -> None:
 
 def test_of_a_long_run_the_last_steps_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as there is room for; of a short run all."""
-    run = Run(make(tmp_path / "run", steps=1000))
-    assert trace.write(run, tmp_path / "trace.json") == 1000
+    run = RecordedRun(make(tmp_path / "run", steps=1000))
+    assert trace.write_chrome_trace(run, tmp_path / "trace.json") == 1000
     monkeypatch.setattr(trace, "_MAX_EVENTS", 2000)
-    count = trace.write(run, tmp_path / "trace.json")
+    count = trace.write_chrome_trace(run, tmp_path / "trace.json")
     events = read(tmp_path / "trace.json")
     shown = [int(e["name"].split()[1]) for e in events if e["name"].startswith("step ") and e["pid"] == 2]
     assert shown == list(range(1001 - count, 1001))
@@ -135,8 +135,8 @@ def test_of_a_long_run_the_last_steps_are_taken(tmp_path: Path, monkeypatch: pyt
 
 def test_chosen_steps_are_all_there(tmp_path: Path) -> None:
     """As many as are asked for, without what happened in the run at other times."""
-    run = Run(make(tmp_path / "run", steps=100))
-    trace.write(run, tmp_path / "trace.json", steps=(40, 44))
+    run = RecordedRun(make(tmp_path / "run", steps=100))
+    trace.write_chrome_trace(run, tmp_path / "trace.json", steps=(40, 44))
     events = read(tmp_path / "trace.json")
     shown = {event["name"] for event in events if event["name"].startswith("step ")}
     assert shown == {f"step {number}" for number in range(40, 45)}

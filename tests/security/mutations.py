@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 from hypothesis import strategies as st
 
-from ddprun.config.reader import read_file
+from ddprun.config.yaml_reader import read_pipeline_file
 
 ROOT = Path(__file__).parents[2]
 MAX_BYTES = 100_000
@@ -178,7 +178,7 @@ VALUES = st.recursive(
 )
 
 
-STRUCTURES = [root.data() for root, _ in map(read_file, FILES) if root is not None]
+STRUCTURES = [root.data() for root, _ in map(read_pipeline_file, FILES) if root is not None]
 WHOLE = STRUCTURES[: len(GOOD)]
 
 

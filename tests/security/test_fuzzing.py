@@ -58,7 +58,7 @@ def fuzz(folder: Path, examples: int) -> None:
             name = fault.place.source.name
             assert name == str(path) or name.startswith("--set "), name
             assert len(fault.headline.splitlines()) == 1
-            json.dumps(printing.to_json_data(fault), ensure_ascii=False).encode()
+            json.dumps(printing.fault_to_json_data(fault), ensure_ascii=False).encode()
             str(fault).encode()
             printing.github_annotation(fault).encode()
         spent = time.process_time() - start

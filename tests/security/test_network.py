@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 
 from ddprun.host import network, tcp_store
 from ddprun.host.network import interface_by_address
-from ddprun.launch.rendezvous import check_pickled_state, make_handler
+from ddprun.launch.rendezvous import check_pickled_state, make_rendezvous_handler
 from tests.launch.test_processes import ENDLESS, wait_for_steps
 from tests.namespaces import Host, hosts, needs_namespaces
 from tests.ranks import Running, free_port
@@ -129,7 +129,7 @@ def meeting(port: int, address: str = "127.0.0.1") -> RendezvousParameters:
 def test_hosts_unpickle_nothing_but_their_own_state(tmp_path: Path) -> None:
     """torchelastic would; here the host that finds a stranger's object says so and ends."""
     port = free_port()
-    handler = make_handler(meeting(port))
+    handler = make_rendezvous_handler(meeting(port))
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     planted = base64.b64encode(pickle.dumps(Canary(tmp_path / "canary"))).decode()
     store.set("torch.rendezvous.run", planted)
@@ -141,10 +141,10 @@ def test_hosts_unpickle_nothing_but_their_own_state(tmp_path: Path) -> None:
 def test_hosts_still_meet() -> None:
     """What two hosts put into the store is what may be there."""
     port = free_port()
-    first = make_handler(meeting(port))
+    first = make_rendezvous_handler(meeting(port))
     parameters = meeting(port)
     parameters.config["is_host"] = False
-    second = make_handler(parameters)
+    second = make_rendezvous_handler(parameters)
     found: list[Any] = []
     threads = [
         threading.Thread(target=lambda one=one: found.append(one.next_rendezvous()), daemon=True)

@@ -31,7 +31,7 @@ from ddprun.run_files import (
 )
 from ddprun.telemetry.reader import log_file
 from ddprun.telemetry.records import Summary
-from ddprun.telemetry.writer import Writer, write_summary
+from ddprun.telemetry.writer import RecordWriter, write_summary
 from tests.engine.running import run_pipeline, summary, to_its_end
 from tests.ranks import as_processes
 from tests.report.made_up import make
@@ -184,13 +184,13 @@ def test_logs_and_records_are_not_written_through_links(run: Path, tmp_path: Pat
     (run / "steps").symlink_to(tmp_path / "elsewhere")
     (run / "events.jsonl").unlink()
     (run / "events.jsonl").symlink_to(victim)
-    writer = Writer(run)
+    writer = RecordWriter(run)
     writer.put("steps/rank-00000.jsonl", b"{}\n")
     writer.flush()
     assert writer.failure is not None
     assert "steps is a symbolic link" in writer.failure
     writer.close()
-    other = Writer(run)
+    other = RecordWriter(run)
     other.put("events.jsonl", b"{}\n")
     other.close()
     assert other.failure is not None

@@ -101,7 +101,7 @@ def test_unset_variables_are_faults_all_at_once(
     ]
     assert caught.value.faults[2].path == 'data."mylab.data.Files".nested[0].headers.auth_token'
     with pytest.raises(PipelineError):
-        build.build_data(found)
+        build.build_datasets(found)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_files_of_text_may_come_from_the_environment(
     monkeypatch.setenv("CORPUS", str(tmp_path))
     text = "model: transformer\noptimizer: sgd\ndata: {text: {files: ['${env:CORPUS}/*.txt']}}\n"
     found = loaded(text, base=False)
-    assert build.build_data(found)[0] is not None
+    assert build.build_datasets(found)[0] is not None
     assert "${env:CORPUS}/*.txt" in found.resolved_yaml()
 
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from ddprun.config import LoadedPipeline, PipelineError, load
 from ddprun.engine import build
+from ddprun.engine.hook_stacks import build_hook_stack
 from ddprun.engine.optimizers import build_optimizer, build_schedule
-from ddprun.engine.stacks import build_stack
 from ddprun.engine.turns import build_turns
 from ddprun_hooks import HookSetupError, registry
 from ddprun_hooks.config import import_path as installing
@@ -395,7 +395,7 @@ def test_a_run_judges_what_stands_at_an_open_place(
         loaded = pipeline(f"model=torchvision.models.{name}")
         assert type(build.build_model(loaded)).__name__ == "Net"
     option = "{ref: torchvision.transforms.Some.ONE}"
-    data, _ = build.build_data(
+    data, _ = build.build_datasets(
         pipeline(f"data={{torchvision.datasets.ImageFolder: {{transform: {option}}}}}")
     )
     assert vars(data)["transform"].name == "ONE"
@@ -407,7 +407,7 @@ def test_a_run_judges_what_stands_at_an_open_place(
         ("Archive", "expected a Dataset class"),
     ):
         with pytest.raises(PipelineError, match=reason):
-            build.build_data(pipeline(f"data=torchvision.datasets.{name}"))
+            build.build_datasets(pipeline(f"data=torchvision.datasets.{name}"))
 
 
 LEADING_ELSEWHERE = [
@@ -529,7 +529,7 @@ def test_check_refuses_by_name_wherever_a_name_may_stand(
     ("override", "make"),
     [
         ("model={tests.security.lab.computed_shell: {command: 'touch ran'}}", build.build_model),
-        ("data={tests.security.lab.computed_shell: {command: 'touch ran'}}", build.build_data),
+        ("data={tests.security.lab.computed_shell: {command: 'touch ran'}}", build.build_datasets),
         ("loss=tests.security.lab.computed_shell", build.build_loss),
         (
             "optimizer=tests.security.lab.computed_shell",
@@ -537,7 +537,7 @@ def test_check_refuses_by_name_wherever_a_name_may_stand(
         ),
         (
             "hooks=[{tests.security.lab.computed_shell: {command: 'touch ran'}}]",
-            lambda loaded: build_stack(loaded, "hooks", loaded.pipeline.hooks),
+            lambda loaded: build_hook_stack(loaded, "hooks", loaded.pipeline.hooks),
         ),
     ],
 )
@@ -618,10 +618,10 @@ def test_the_pipelines_folder_holds_only_what_is_listed(tmp_path: Path) -> None:
     (tmp_path / "optional.py").write_text("import builtins\nbuiltins.ran.append('optional')\n")
     program = (
         "import builtins, pathlib, sys\n"
-        "from ddprun.host.code_folders import prepare_imports\n"
+        "from ddprun.host.code_folders import add_import_folder\n"
         "builtins.ran = []\n"
         "folder = pathlib.Path(sys.argv[1]).parent\n"
-        "for _ in range(2): prepare_imports(folder)\n"
+        "for _ in range(2): add_import_folder(folder)\n"
         "for name in ('mylab', 'optional'):\n"
         "    try: __import__(name)\n"
         "    except ImportError: pass\n"

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ddprun.engine.seeding import preserve_state
-from ddprun.sync.buffers import BufferUse, clone_buffers, is_counter, load_buffers, probe_buffer_use
+from ddprun.sync.buffers import BufferUse, clone_buffers, is_counter_buffer, load_buffers, probe_buffer_use
 from ddprun.zoo.data import digits
 from tests.engine.running import events, lines, run_pipeline, run_to_end, weights
 from tests.ranks import as_processes
@@ -457,7 +457,7 @@ def test_only_torchs_own_norm_layers_are_known_not_to_read(layer: nn.Module, rea
 )
 def test_a_counter_is_a_whole_number_alone(tensor: Tensor, counts: bool) -> None:
     """BatchNorm's has no dimension, a queue's pointer has one."""
-    assert is_counter(tensor) == counts
+    assert is_counter_buffer(tensor) == counts
 
 
 def test_no_verdict_is_plain_words() -> None:

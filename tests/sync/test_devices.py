@@ -24,7 +24,7 @@ def test_the_outer_momentum_is_where_the_parameters_are() -> None:
     named = {"a": torch.zeros(3, device="meta"), "b": torch.zeros(2, 2, device="meta")}
     momentum = {"a": torch.ones(3), "b": torch.ones(4, device="meta")}
     exchange = exchange_with(named, momentum)
-    exchange.set_base()
+    exchange.set_base_to_weights()
     exchange.load_state_dict({"base": [torch.ones(7)], "left": [], "means": [torch.ones(7)]})
     common: Tensor = exchange._outer_step(0, torch.ones(7, device="meta"))
     assert common.device.type == "meta"
@@ -36,7 +36,7 @@ def test_a_parameter_that_the_earlier_stage_froze_has_no_momentum() -> None:
     named = {"a": torch.zeros(3), "b": torch.zeros(2, 2)}
     momentum = {"b": torch.ones(4), "c": torch.ones(2)}
     exchange = exchange_with(named, momentum)
-    exchange.set_base()
+    exchange.set_base_to_weights()
     assert momentum["a"].tolist() == [0.0] * 3
     exchange._outer_step(0, torch.ones(7))
     assert momentum["a"].tolist() == [1.0] * 3

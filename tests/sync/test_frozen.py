@@ -13,8 +13,8 @@ from ddprun.config import load
 from ddprun.explain.explain import explain
 from ddprun.explain.text import render_text as explain_text
 from ddprun.sync.audit import checksums
-from ddprun.zoo.functions import noise
-from ddprun_hooks.buckets import as_real
+from ddprun.zoo.weight_functions import noise
+from ddprun_hooks.buckets import view_as_real
 from tests.checkpoint.runs import as_rank
 from tests.engine.running import events, lines, run_pipeline, summary, weights
 from tests.engine.test_session import first_part, second_part, unbroken
@@ -223,7 +223,7 @@ def test_a_checksum_goes_by_the_bits(dtype: torch.dtype, numel: int) -> None:
     whole = (torch.arange(numel) % 251).to(dtype)
     changed = [whole.clone() for _ in range(3)]
     if numel > 1:
-        as_real(changed[0]).view(torch.uint8).view(-1)[-1] ^= 1
+        view_as_real(changed[0]).view(torch.uint8).view(-1)[-1] ^= 1
         changed[1][0], changed[1][-1] = whole[-2], whole[-2]
         changed[2][0], changed[2][-2] = whole[-2], whole[0]
     distinct = [whole, *(one for one in changed if not torch.equal(one, whole))]

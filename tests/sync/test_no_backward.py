@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ddprun.config import load
 from ddprun.engine.worker import run_worker
-from ddprun.zoo.functions import evolution_strategies
+from ddprun.zoo.weight_functions import evolution_strategies
 from tests.engine.running import events, lines, summary
 from tests.ranks import as_processes
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddprun.sync.exchanger import averageable_state, initialize_optimizer_state, mean_optimizer_state
+from ddprun.sync.exchanger import averageable_state, initialize_optimizer_state, merge_optimizer_states
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_ranks_that_are_apart_become_one_by_the_mean_and_counters_by_the_most_st
                 param.grad = torch.full_like(param, 1.0 + rank + 0.1 * step)
             optimizer.step()
         states.append(optimizer.state_dict())
-    merged = mean_optimizer_state(states)
+    merged = merge_optimizer_states(states)
     assert merged["param_groups"] == states[0]["param_groups"]
     for place in (0, 1):
         for key, value in merged["state"][place].items():
@@ -108,7 +108,7 @@ def test_state_of_a_kind_that_nobody_knows_is_rank_0s_and_missing_state_does_not
         "state": {0: {"d": 9.5, "seen": seen + 1, "rate": rate + 1}, 1: {"rate": rate}},
         "param_groups": groups,
     }
-    merged = mean_optimizer_state([one, other])["state"]
+    merged = merge_optimizer_states([one, other])["state"]
     assert merged[0]["d"] == 1.5
     assert torch.equal(merged[0]["seen"], seen)
     assert torch.equal(merged[0]["rate"], torch.tensor([2.5]))
@@ -119,6 +119,6 @@ def test_sparse_state_has_a_mean() -> None:
     """As SGD keeps the momentum of an embedding: ranks need not have the same rows in it."""
     dense = [torch.tensor([[2.0, 4.0], [0.0, 0.0]]), torch.tensor([[0.0, 0.0], [1.0, 3.0]])]
     states = [{"state": {0: {"momentum_buffer": one.to_sparse(1)}}, "param_groups": []} for one in dense]
-    mean = mean_optimizer_state(states)["state"][0]["momentum_buffer"]
+    mean = merge_optimizer_states(states)["state"][0]["momentum_buffer"]
     assert mean.is_sparse
     assert torch.equal(mean.to_dense(), (dense[0] + dense[1]) / 2)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from ddprun.cli import main
 from ddprun.config import load
-from ddprun.engine.stacks import open_stacks
+from ddprun.engine.hook_stacks import build_hook_stacks
 from tests.engine.running import events, lines, run_pipeline, summary, weights
 from tests.ranks import Running, ddprun
 from tests.sync.reference import STEPS_PER_EPOCH, World, pipeline
@@ -190,8 +190,8 @@ def test_what_ranks_of_a_host_kept_stays_among_them_under_other_options(tmp_path
     for name, hook in named.items():
         text = f"{HEAD}hooks: [{hook}]\nstages: [train: {{steps: 2}}]\n"
         (tmp_path / f"{name}.yaml").write_text(text)
-    among_all, inside = open_stacks(load(tmp_path / "old.yaml")).by_description
-    stacks, kept = open_stacks(load(tmp_path / "new.yaml")), {"int8": {"delta/w": {"start": 0}}}
+    among_all, inside = build_hook_stacks(load(tmp_path / "old.yaml")).by_description
+    stacks, kept = build_hook_stacks(load(tmp_path / "new.yaml")), {"int8": {"delta/w": {"start": 0}}}
     stacks.load_state_dict({among_all: {}, inside: kept})
     assert stacks.all_ranks[0].state_dict() == {}
     assert stacks.within_hosts[0].state_dict() == kept

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ddprun.telemetry.steps import MicroBatchNumbers, NonBackwardExchanges, StepMarks
+from ddprun.telemetry.step_timing import MicroBatchNumbers, NonBackwardExchanges, StepMarks
 from ddprun_hooks.comm.trace import BucketTrace
 
 
@@ -40,7 +40,7 @@ def steps_of(steps: Iterable[MadeStep]) -> list[StepMarks]:
     for made in steps:
         step = StepMarks(made.number, made.stage, [*made.parts], [*made.marks], [*made.traces])
         step.exchanged, step.requests = made.exchanged, made.requests
-        step.gradient_marks, step.sync = made.gradients, made.sync
+        step.gradient_marks, step.non_backward_exchanges = made.gradients, made.sync
         if made.backward_end is not None:
             passes = [*made.earlier_passes, (made.backward_end, len(made.traces))]
             step.backward_ends = [(made.marks.index(mark), traces) for mark, traces in passes]

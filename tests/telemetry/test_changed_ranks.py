@@ -18,9 +18,9 @@ from ddprun.predict.links import Links
 from ddprun.predict.measure import cost_models_of_run
 from ddprun.report import trace
 from ddprun.report.digest import digest_run
-from ddprun.report.sections import headline
+from ddprun.report.sections import headline_facts
 from ddprun.telemetry.progress import summary_rows
-from ddprun.telemetry.reader import Run
+from ddprun.telemetry.reader import RecordedRun
 from ddprun.telemetry.records import PARTS, Summary
 from tests.engine.running import SAMPLES, events, lines, run_to_end, summary
 
@@ -82,20 +82,20 @@ def test_each_step_was_taken_by_the_ranks_of_its_attempt(run_dir: Path) -> None:
     assert summary(run_dir)["world_sizes"] == sizes
     resumed = [event["world_sizes"] for event in events(run_dir) if event["event"] == "resumed"]
     assert resumed == [sizes[:2], sizes, sizes]
-    assert Run(run_dir).world_sizes == [tuple(one) for one in sizes]
+    assert RecordedRun(run_dir).world_sizes == [tuple(one) for one in sizes]
     said = "2 to step 20, then 1 to step 32, then 3 on"
     assert f"{said} cpu over gloo" in (run_dir.parent / "told").read_text()
-    assert str(dict(headline(digest_run(Run(run_dir))))["ranks"]).startswith(f"{said} 1 host")
+    assert str(dict(headline_facts(digest_run(RecordedRun(run_dir))))["ranks"]).startswith(f"{said} 1 host")
 
 
 def test_a_refused_attempt_took_no_step(run_dir: Path, tmp_path: Path) -> None:
     """It has started, on seven ranks, and neither resumed nor begun a stage."""
-    run = Run(shutil.copytree(run_dir, tmp_path / "again"))
-    sizes = Run(run_dir).world_sizes
+    run = RecordedRun(shutil.copytree(run_dir, tmp_path / "again"))
+    sizes = RecordedRun(run_dir).world_sizes
     started = next(event for event in run.events if event["event"] == "started")
     with (run.folder / "events.jsonl").open("a") as file:
         file.write(json.dumps({**started, "world_size": 7}) + "\n")
-    assert Run(run.folder).world_sizes == sizes
+    assert RecordedRun(run.folder).world_sizes == sizes
 
 
 def test_the_summary_is_per_step_over_the_ranks_that_took_it(run_dir: Path) -> None:
@@ -117,7 +117,7 @@ def test_the_summary_is_per_step_over_the_ranks_that_took_it(run_dir: Path) -> N
 
 def test_the_report_says_the_same(run_dir: Path) -> None:
     """Of the mean step, its parts, and samples per second."""
-    digest = digest_run(Run(run_dir))
+    digest = digest_run(RecordedRun(run_dir))
     for part in (*PARTS, "step_us"):
         mean_us = 1e6 * seconds(run_dir, part) / ATTEMPTS[-1][1]
         assert digest.times.mean_parts_us[part] == pytest.approx(mean_us, abs=0.1)
@@ -128,7 +128,7 @@ def test_the_report_says_the_same(run_dir: Path) -> None:
 
 def test_the_trace_says_the_same(run_dir: Path) -> None:
     """A slice for each step of each rank."""
-    trace.write(Run(run_dir), run_dir / "trace.json")
+    trace.write_chrome_trace(RecordedRun(run_dir), run_dir / "trace.json")
     us_by_step = defaultdict(list)
     for event in json.loads((run_dir / "trace.json").read_text())["traceEvents"]:
         if event["ph"] == "X" and re.fullmatch(r"step \d+", event["name"]):

@@ -32,7 +32,7 @@ from ddprun.telemetry.control_message import (
 )
 from ddprun.telemetry.recorder import AgreedSteps, combine_messages
 from ddprun.telemetry.records import OWN_PARTS
-from ddprun.telemetry.steps import FloatArray, NonBackwardExchanges, loss_of, resolve_steps
+from ddprun.telemetry.step_timing import FloatArray, NonBackwardExchanges, loss_of, resolve_step_marks
 from ddprun.telemetry.stragglers import StragglerDetector
 from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.payload import Finding, ParamSlice
@@ -78,14 +78,14 @@ def messages_of(steps: Sequence[MadeStep], lengths: Sequence[int], buckets: int 
     messages, accumulator, first = list[Message](), MessageAccumulator(), 0
     numbers, losses = list[FloatArray](), list[FloatArray]()
     for length in lengths:
-        resolved = resolve_steps(steps_of(steps[first : first + length]), Clock(), every=1)
+        resolved = resolve_step_marks(steps_of(steps[first : first + length]), Clock(), every=1)
         own = accumulator.add_and_make_messages(resolved, turns=[range(buckets)], offset_us=OFFSET_US)
         messages += [
             Message(step, first + row, own.findings.get(place, ()))
             for place, (step, row) in enumerate(zip(own.steps, own.rows, strict=True))
         ]
         numbers.append(own.numbers)
-        losses.append(own.values)
+        losses.append(own.weighted_sums)
         first += length
     assert first == len(steps)
     return Messages(messages, np.concatenate(numbers), np.concatenate(losses), accumulator)
@@ -95,7 +95,7 @@ def left_over(accumulator: MessageAccumulator) -> list[object]:
     """All that an accumulator has added up."""
     return [
         accumulator.sums.tolist(),
-        accumulator.values.tolist(),
+        accumulator.weighted_sums.tolist(),
         accumulator.last_step,
         accumulator.first_finding,
     ]
@@ -174,7 +174,7 @@ def test_a_message_is_about_all_steps_since_the_one_before() -> None:
     (rest,), about = own.numbers, own.steps
     assert about == [3]
     assert rest[[SAMPLES_AT, STEPS_AT, US_AT, SYNC_READY_AT]].tolist() == [1, 1, 10, 0]
-    assert own.values[0].tolist() == pytest.approx([0.3, 1])
+    assert own.weighted_sums[0].tolist() == pytest.approx([0.3, 1])
 
 
 def test_each_bucket_has_its_ready_time() -> None:
@@ -196,7 +196,7 @@ def test_findings_that_are_empty_are_kept_too() -> None:
     assert left.traces_with_findings == []
     left.note_findings(steps[0].traces)
     own = left.add_and_make_messages(
-        resolve_steps(steps_of([step_of(4, 1)]), Clock(), every=1), turns=[], offset_us=0.0
+        resolve_step_marks(steps_of([step_of(4, 1)]), Clock(), every=1), turns=[], offset_us=0.0
     )
     assert own.findings == {0: steps[0].traces}
     assert left.traces_with_findings == []
@@ -219,7 +219,7 @@ def test_what_hooks_have_found_is_read_at_once() -> None:
         step.backward_end = step.marks[-1]
     made = steps_of(steps)
     with Reads() as reads:
-        resolved = resolve_steps(made, Clock(), every=1)
+        resolved = resolve_step_marks(made, Clock(), every=1)
         own = MessageAccumulator().add_and_make_messages(resolved, turns=[], offset_us=0.0)
         findings = own.numbers[:, FINDING_AT].astype(int).tolist()
         overflown = [place for place, code in enumerate(findings) if code]
@@ -238,7 +238,7 @@ def test_a_loss_that_is_not_a_number_is_in_one_message() -> None:
     _, _, losses, left = messages_of(steps, [4])
     assert np.isnan(losses[1, 0])
     assert losses[[0, 2, 3], 0].tolist() == [pytest.approx(0.1), float("inf"), pytest.approx(0.4)]
-    assert left.values.tolist() == [0.0, 0.0]
+    assert left.weighted_sums.tolist() == [0.0, 0.0]
 
 
 def test_adding_up_goes_on_from_a_checkpoint() -> None:
@@ -256,15 +256,15 @@ def test_adding_up_goes_on_from_a_checkpoint() -> None:
     both = MessageAccumulator.from_state_dict(plain, ["fit", "old"])
     assert both.state_dict(["fit", "old"]) == plain
     now = MessageAccumulator.from_state_dict(plain, ["new", "fit"])  # renamed, and in another order
-    assert now.values.tolist() == pytest.approx([0.5, math.nan, 0.25, 2.0, 0.0, 2.0], nan_ok=True)
+    assert now.weighted_sums.tolist() == pytest.approx([0.5, math.nan, 0.25, 2.0, 0.0, 2.0], nan_ok=True)
     before = MessageAccumulator.from_state_dict(plain, [])
     own = before.add_and_make_messages(
-        resolve_steps(steps_of([step_of(10, 3)]), Clock(), every=1), turns=[], offset_us=0.0
+        resolve_step_marks(steps_of([step_of(10, 3)]), Clock(), every=1), turns=[], offset_us=0.0
     )
     (numbers,) = own.numbers
     assert own.steps == [10]
     assert numbers[[SAMPLES_AT, STEPS_AT, US_AT]].tolist() == [5, 2, 40]
-    assert own.values.tolist() == [[0.5 + 3 * float(torch.tensor(1.0)), 5.0]]
+    assert own.weighted_sums.tolist() == [[0.5 + 3 * float(torch.tensor(1.0)), 5.0]]
 
 
 def test_micro_batches_of_a_step_are_added_up() -> None:

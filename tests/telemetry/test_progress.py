@@ -35,8 +35,8 @@ def test_a_line_says_which_step_its_losses_are_of(
     and checkpoints count the run's steps.
     """
     screen = Screen(str)
-    screen.begin("train", 50, first)
-    screen.step(done, known, 2.5, 12.0)
+    screen.begin_stage("train", 50, first)
+    screen.show_step(done, known, 2.5, 12.0)
     assert capsys.readouterr().err == f"{line}\n"
 
 

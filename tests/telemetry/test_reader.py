@@ -5,21 +5,21 @@ from pathlib import Path
 
 import pytest
 
-from ddprun.telemetry.reader import MeasuredClockOffsets, NoRunError, Run
+from ddprun.telemetry.reader import MeasuredClockOffsets, NoRunError, RecordedRun
 from tests.report.made_up import make
 
 
 def test_a_folder_that_is_no_runs_is_refused(tmp_path: Path) -> None:
     """With what is wrong about it."""
     with pytest.raises(NoRunError, match="nowhere is not the folder of a run: it does not exist"):
-        Run(tmp_path / "nowhere")
+        RecordedRun(tmp_path / "nowhere")
     with pytest.raises(NoRunError, match=r"it has no events\.jsonl"):
-        Run(tmp_path)
+        RecordedRun(tmp_path)
 
 
 def test_a_torn_last_line_is_passed_over(tmp_path: Path) -> None:
     """A run that was killed while it wrote; it has no summary either."""
-    run = Run(make(tmp_path / "run"))
+    run = RecordedRun(make(tmp_path / "run"))
     file = tmp_path / "run" / "steps" / "rank-00001.jsonl"
     file.write_bytes(file.read_bytes()[:-30])
     (tmp_path / "run" / "summary.json").unlink()
@@ -34,7 +34,7 @@ def test_whatever_an_evaluation_measures_is_a_metric(tmp_path: Path) -> None:
     about = {"event": "evaluated", "level": "info", "time": "now", "monotonic_us": 1, "rank": 0, "stage": 0}
     with (folder / "events.jsonl").open("a") as file:
         file.write(json.dumps(about | {"step": 7, "loss": 0.5, "samples": 9.0, "told": "no number"}) + "\n")
-    assert Run(folder).evaluations[7, 0] == {"loss": 0.5, "samples": 9.0}
+    assert RecordedRun(folder).evaluations[7, 0] == {"loss": 0.5, "samples": 9.0}
 
 
 def test_times_of_other_ranks_come_to_rank_0s_clock() -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from ddprun.telemetry.writer import RecordFiles, record_file, truncate_records, truncate_torn_event
-from ddprun_hooks.comm.control import ControlChannel
+from ddprun.telemetry.writer import RecordCollector, record_file, truncate_records, truncate_torn_event
+from ddprun_hooks.comm.control_channel import ControlChannel
 from ddprun_hooks.comm.groups import RankGroup
 from ddprun_hooks.testing import run_ranks
 
@@ -55,7 +55,7 @@ def test_a_host_without_the_disk_keeps_records_in_a_folder_of_its_launch(tmp_pat
         control = ControlChannel(group.process_groups[0])
         own = tmp_path / f"disk-{group.rank}"
         own.mkdir()
-        records = RecordFiles(own, control, [1], tmp_path)
+        records = RecordCollector(own, control, [1], tmp_path)
         folder, name = records.writer.folder, record_file("steps", group.rank)
         for step in (1, 2):
             records.writer.put(name, lines(step))

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from ddprun.telemetry import recorder as module
 from ddprun.telemetry.clock import Clock, clock_for
 from ddprun.telemetry.recorder import AgreedSteps, StepRecorder
-from ddprun.telemetry.records import Straggler
+from ddprun.telemetry.records import StragglerEpisode
 from ddprun.telemetry.stragglers import StragglerDetector
-from ddprun.telemetry.writer import Writer
-from ddprun_hooks.comm.control import ControlChannel
+from ddprun.telemetry.writer import RecordWriter
+from ddprun_hooks.comm.control_channel import ControlChannel
 from ddprun_hooks.comm.trace import BucketTrace, now_us
 from ddprun_hooks.payload import Finding
 
@@ -37,20 +37,20 @@ class DeviceClock(Clock):
     def mark(self) -> tuple[int, int]:
         return self.step, now_us()
 
-    def us(self, mark: tuple[int, int] | int) -> int:
+    def mark_to_us(self, mark: tuple[int, int] | int) -> int:
         if isinstance(mark, int):
             return mark
         self.waited += mark[0] >= self.step
         return mark[1]
 
-    def times(self, marks: list[tuple[int, int] | int]) -> list[int]:
-        return [self.us(mark) for mark in marks]
+    def marks_to_us(self, marks: list[tuple[int, int] | int]) -> list[int]:
+        return [self.mark_to_us(mark) for mark in marks]
 
     def training_thread_hook_us(self, trace: BucketTrace[Any]) -> int:
         return 0
 
     def read_traces(self, traces: Sequence[BucketTrace[Any]]) -> list[BucketTrace[int]]:
-        return [trace.convert_times_to_us(self.us) for trace in traces]
+        return [trace.convert_times_to_us(self.mark_to_us) for trace in traces]
 
     def copy_to_host(self, number: torch.Tensor) -> torch.Tensor:
         return number
@@ -63,7 +63,7 @@ class DeviceClock(Clock):
 def alone(tmp_path: Path) -> Iterator[StepRecorder]:
     """A recorder of a world of one rank."""
     group: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=30))
-    writer = Writer(tmp_path)
+    writer = RecordWriter(tmp_path)
     yield StepRecorder(
         clock=clock_for(torch.device("cpu")),
         control=ControlChannel(group),
@@ -331,7 +331,7 @@ def test_an_overflow_comes_with_its_own_step(alone: StepRecorder) -> None:
 def test_steps_that_are_not_written_are_observed(tmp_path: Path) -> None:
     """`timings.every` is about files alone."""
     group: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=30))
-    writer, seen = Writer(tmp_path), []
+    writer, seen = RecordWriter(tmp_path), []
     recorder = StepRecorder(
         clock=clock_for(torch.device("cpu")),
         control=ControlChannel(group),
@@ -351,7 +351,7 @@ def test_steps_that_are_not_written_are_observed(tmp_path: Path) -> None:
 def test_the_newest_record_of_each_post_has_memory_and_load(tmp_path: Path) -> None:
     """Resident memory grows with what the process holds; a CPU has no device memory."""
     group: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=30))
-    writer = Writer(tmp_path)
+    writer = RecordWriter(tmp_path)
     recorder = StepRecorder(
         clock=clock_for(torch.device("cpu")),
         control=ControlChannel(group),
@@ -400,7 +400,7 @@ def test_ranks_know_the_same_at_the_same_steps_whenever_each_resolves_its_own(
     def work(rank: int) -> None:
         own.now_us, own.chance = 0, random.Random(f"{lag} {rank}")
         group: Any = dist.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=30))
-        writer, clock = Writer(tmp_path), DeviceClock()
+        writer, clock = RecordWriter(tmp_path), DeviceClock()
         recorder = StepRecorder(
             clock=clock if lag else clock_for(torch.device("cpu")),
             control=ControlChannel(group),
@@ -431,7 +431,7 @@ def test_ranks_know_the_same_at_the_same_steps_whenever_each_resolves_its_own(
 def test_marks_of_a_device_are_read_a_little_in_each_step(tmp_path: Path) -> None:
     """Of the step that the device has passed meanwhile, and no later one: nothing waits."""
     group: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=30))
-    writer, clock = Writer(tmp_path), DeviceClock()
+    writer, clock = RecordWriter(tmp_path), DeviceClock()
     recorder = StepRecorder(
         clock=clock,
         control=ControlChannel(group),
@@ -482,7 +482,7 @@ def test_deferred_work_stops_after_a_short_time_and_goes_on_where_it_was(
 
 def test_adding_up_goes_on_from_a_checkpoint(alone: StepRecorder) -> None:
     """With the episodes in which a rank was late."""
-    late = Straggler(1, "backward", 0, ("0.weight",), 2000.0, 9000.0, 3, 40)
+    late = StragglerEpisode(1, "backward", 0, ("0.weight",), 2000.0, 9000.0, 3, 40)
     take(alone, 1)
     alone.wait_for_messages()
     alone.stragglers.episodes = [late]

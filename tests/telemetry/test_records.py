@@ -19,7 +19,7 @@ from ddprun.telemetry.control_message import (
     message_length,
 )
 from ddprun.telemetry.records import PARTS, BucketRecord, StepRecord
-from ddprun.telemetry.steps import NonBackwardExchanges, resolve_steps, step_records
+from ddprun.telemetry.step_timing import NonBackwardExchanges, resolve_step_marks, step_records
 from ddprun_hooks.comm.trace import BucketTrace
 from tests.telemetry.steps import MadeStep, steps_of
 
@@ -80,7 +80,7 @@ def records_of(
             messages[message, bucket % 2, READY_AT + bucket] = ready.get(bucket, 0.0)
     rows = {step.number: row for row, step in enumerate(steps)}
     own = OwnMessages(messages[:, 1], list(ready_times), [rows[step] for step in ready_times], {})
-    resolved = resolve_steps(steps_of(steps), Clock(), every=1)
+    resolved = resolve_step_marks(steps_of(steps), Clock(), every=1)
     if us is not None:
         resolved.parts_us[:] = us
     means: list[Sequence[float | None]] = [()] * len(steps)
@@ -171,8 +171,10 @@ def test_records_that_nobody_wants_are_not_made(every: int, steps: list[int]) ->
 )
 def test_each_bucket_beside_backward_has_its_ready_time(buckets: int, shared_with: list[int]) -> None:
     """The last rank's; of more than eight, neighbours have that of the last of them."""
-    resolved = resolve_steps(steps_of([step_of(1, beside=buckets), step_of(2, beside=2)]), Clock(), every=1)
-    late = resolve_steps(steps_of([step_of(1, beside=buckets), step_of(2, beside=2)]), Clock(), every=1)
+    resolved = resolve_step_marks(
+        steps_of([step_of(1, beside=buckets), step_of(2, beside=2)]), Clock(), every=1
+    )
+    late = resolve_step_marks(steps_of([step_of(1, beside=buckets), step_of(2, beside=2)]), Clock(), every=1)
     late.trace_times.ready[:buckets] += 10 + 3 * np.arange(buckets)
     messages = [
         MessageAccumulator().add_and_make_messages(one, turns=[], offset_us=offset)

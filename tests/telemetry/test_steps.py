@@ -10,13 +10,13 @@ import torch
 
 from ddprun.telemetry.clock import Clock
 from ddprun.telemetry.records import PARTS
-from ddprun.telemetry.steps import (
+from ddprun.telemetry.step_timing import (
     Intervals,
     NonBackwardExchanges,
     ResolvedSteps,
     TraceTimes,
     in_flight_us,
-    resolve_steps,
+    resolve_step_marks,
     split_exposed_time,
     union_overlap_us,
 )
@@ -53,7 +53,7 @@ def traffic(
 
 
 def resolved(*steps: MadeStep) -> ResolvedSteps:
-    return resolve_steps(steps_of(steps), Clock(), every=1)
+    return resolve_step_marks(steps_of(steps), Clock(), every=1)
 
 
 def splits(found: ResolvedSteps, all_ready_us: Sequence[float]) -> list[Split]:
@@ -291,7 +291,7 @@ def numbers_of(resolved: ResolvedSteps) -> list[tuple[object, ...]]:
         (
             step.number,
             resolved.parts_us[row].tolist(),
-            resolved.sums[row].tolist(),
+            resolved.weighted_sums[row].tolist(),
             resolved.samples[row],
             table[1:, table[0] // 2 == row].tolist(),
             waits[1:, waits[0] // 2 == row].tolist(),
@@ -303,6 +303,8 @@ def numbers_of(resolved: ResolvedSteps) -> list[tuple[object, ...]]:
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_steps_are_resolved_together_or_not(count: int) -> None:
     """Both pieces give the numbers that all steps together give."""
-    whole = numbers_of(resolve_steps(steps_of(steps()), Clock(), every=1))
-    pieces = [resolve_steps(steps_of(some), Clock(), every=1) for some in (steps()[:count], steps()[count:])]
+    whole = numbers_of(resolve_step_marks(steps_of(steps()), Clock(), every=1))
+    pieces = [
+        resolve_step_marks(steps_of(some), Clock(), every=1) for some in (steps()[:count], steps()[count:])
+    ]
     assert [step for piece in pieces for step in numbers_of(piece)] == whole

@@ -18,7 +18,7 @@ from ddprun.telemetry.control_message import (
     message_length,
 )
 from ddprun.telemetry.progress import summary_rows
-from ddprun.telemetry.records import OWN_PARTS, Cause, Straggler, Summary
+from ddprun.telemetry.records import OWN_PARTS, StragglerCause, StragglerEpisode, Summary
 from ddprun.telemetry.stragglers import StragglerDetector, _above_others_median, straggler_totals
 
 RANKS, BUCKETS, STEP_US = 4, 3, 12_000.0
@@ -94,7 +94,7 @@ def found_in(
         of_ranks = [
             message(step, late if r == rank else {}, generator, buckets=buckets) for r in range(ranks)
         ]
-        it.add([step], gathered(of_ranks, BUCKETS if buckets else 0))
+        it.add_messages([step], gathered(of_ranks, BUCKETS if buckets else 0))
     return it
 
 
@@ -106,7 +106,7 @@ def test_a_rank_that_is_late_for_a_broadcast_is_late_once() -> None:
         late = [{"data_us": 5000.0} if rank == 2 else {} for rank in range(RANKS)]
         of_ranks = [message(step, one, generator) for one in late]
         of_ranks = [one._replace(sync_ready=one.ready[0] - OFFSETS_US[0]) for one in of_ranks]
-        it.add([step], gathered(of_ranks, BUCKETS))
+        it.add_messages([step], gathered(of_ranks, BUCKETS))
     assert it.current is not None
     assert (round(it.current.late_us / 1000), it.current.cause) == (5, "data")
 
@@ -179,7 +179,7 @@ def test_late_in_three_steps_of_five_is_no_straggler() -> None:
     for step in range(1, 61):
         late = {"forward_us": 5000.0} if step % 5 < 3 else {}
         of_ranks = [message(step, late if rank == 1 else {}, generator) for rank in range(RANKS)]
-        assert not it.add([step], gathered(of_ranks, BUCKETS))
+        assert not it.add_messages([step], gathered(of_ranks, BUCKETS))
     assert it.episodes == []
 
 
@@ -191,8 +191,8 @@ def test_steps_in_which_nobody_is_waited_for_do_not_count() -> None:
     for step in range(1, 81):
         late = [{"forward_us": 5000.0} if rank == 1 else {} for rank in range(RANKS)]
         of_ranks = [message(step, more, generator, buckets=False) for more in late]
-        it.add([2 * step], gathered(of_ranks, 0))
-        it.add([2 * step + 1], gathered([Message() for _ in range(RANKS)], 0))
+        it.add_messages([2 * step], gathered(of_ranks, 0))
+        it.add_messages([2 * step + 1], gathered([Message() for _ in range(RANKS)], 0))
     assert it.current is not None
     assert (it.current.rank, it.current.cause) == (1, "forward")
 
@@ -205,7 +205,7 @@ def test_one_late_step_is_no_straggler() -> None:
     for step in range(1, 41):
         late = {"forward_us": 50_000.0} if step % 7 == 0 else {}
         of_ranks = [message(step, late if rank == 1 else {}, generator) for rank in range(RANKS)]
-        assert not it.add([step], gathered(of_ranks, BUCKETS))
+        assert not it.add_messages([step], gathered(of_ranks, BUCKETS))
     assert it.current is None
 
 
@@ -218,7 +218,7 @@ def test_a_rank_that_is_late_for_a_while_is_no_straggler(steps: int) -> None:
     for step in range(1, 81):
         late = {"forward_us": 5000.0} if 6 <= step < 6 + steps else {}
         of_ranks = [message(step, late if rank == 1 else {}, generator) for rank in range(RANKS)]
-        assert not it.add([step], gathered(of_ranks, BUCKETS))
+        assert not it.add_messages([step], gathered(of_ranks, BUCKETS))
     assert it.episodes == []
 
 
@@ -235,7 +235,7 @@ def test_an_episode_begins_and_ends() -> None:
     changes = []
     for step in range(1, 401):
         of_ranks = [message(step, late_twice(step) if rank == 3 else {}, generator) for rank in range(RANKS)]
-        if it.add([step], gathered(of_ranks, BUCKETS)):
+        if it.add_messages([step], gathered(of_ranks, BUCKETS)):
             changes.append(None if it.current is None else it.current.cause)
     assert changes == ["forward", None, "data", None]
     assert [(one.cause, one.rank) for one in it.episodes] == [("forward", 3), ("data", 3)]
@@ -262,7 +262,7 @@ def test_episodes_do_not_depend_on_how_many_steps_come_at_once() -> None:
         it, changes = StragglerDetector(window=10, min_share=0.1), []
         begin(it, PARAMS)
         for first in range(0, len(steps), at_once):
-            changes += it.add(steps[first : first + at_once], messages[first : first + at_once])
+            changes += it.add_messages(steps[first : first + at_once], messages[first : first + at_once])
         found.append((it.episodes, changes))
     assert [one.cause for one in found[0][0]] == ["forward", "data"]
     assert [now and now.cause for _, now in found[0][1]] == ["forward", None, "data", None]
@@ -277,7 +277,7 @@ def test_of_very_many_episodes_the_shortest_go() -> None:
     for step in range(1, 1001):
         late = {"forward_us" if step // 2 % 2 else "data_us": 100_000.0}
         of_ranks = [message(50 * step, late if rank == 1 else {}, generator) for rank in range(3)]
-        it.add([step], gathered(of_ranks, BUCKETS))
+        it.add_messages([step], gathered(of_ranks, BUCKETS))
     assert len(it.episodes) == 200
 
 
@@ -291,8 +291,8 @@ def test_the_skew_of_a_step_is_that_of_its_last_buckets() -> None:
     it = StragglerDetector(window=20, min_share=0.1)
     one, two = Message(5.0, ready=(1.0, 2.0)), Message(ready=(3.0, 1.5))
     begin(it, PARAMS[:2])
-    it.add([1], gathered([one, two], 2))
-    it.add([2], gathered([Message(sync_ready=5.0), Message(sync_ready=7.5)], 2))
+    it.add_messages([1], gathered([one, two], 2))
+    it.add_messages([2], gathered([Message(sync_ready=5.0), Message(sync_ready=7.5)], 2))
     assert [step.skew_us for step in it._steps] == [5.0 + 0.5, 2.5]
 
 
@@ -308,8 +308,10 @@ def test_the_median_of_the_others_is_that(ranks: int) -> None:
     assert np.array_equal(values - _above_others_median(values), medians_of_others(values))
 
 
-def episode(rank: int, cause: Cause, late_us: float, first: int, last: int, **others: Any) -> Straggler:
-    return replace(Straggler(rank, cause, None, (), late_us, 10_000.0, first, last), **others)
+def episode(
+    rank: int, cause: StragglerCause, late_us: float, first: int, last: int, **others: Any
+) -> StragglerEpisode:
+    return replace(StragglerEpisode(rank, cause, None, (), late_us, 10_000.0, first, last), **others)
 
 
 def test_episodes_of_one_cause_are_added_up() -> None:
@@ -359,7 +361,7 @@ def test_the_closing_table_names_the_dearest() -> None:
     assert _said(episodes) == "rank 1 by 5.9 ms (forward) in 1,120 steps (2 episodes); and 1 more"
 
 
-def _said(episodes: list[Straggler]) -> str:
+def _said(episodes: list[StragglerEpisode]) -> str:
     summary = Summary(status="done", steps=1, steps_per_s=1.0, communication_s=1.0, stragglers=episodes)
     return dict(summary_rows(summary))["stragglers"]
 
@@ -390,7 +392,7 @@ def test_a_rank_that_is_late_in_a_turn_is_found(late: str, every: int, bucket: i
             parts = dict.fromkeys(OWN_PARTS, 1000.0) | {"backward_us": 5000.0 + more}
             numbers[0, rank, OWN_COLUMNS] = [parts[part] for part in OWN_PARTS]
             numbers[0, rank, READY_AT + 5 :] = np.where(ready, ready + 100_000.0 * step, 0.0)
-        it.add([step], numbers)
+        it.add_messages([step], numbers)
     assert it.current is not None
     assert (it.current.rank, it.current.cause, it.current.bucket) == (1, "backward", bucket)
     assert it.current.params == (f"of {bucket}",)

@@ -10,7 +10,7 @@ import pytest
 
 from ddprun.run_files import open_file
 from ddprun.telemetry import writer as telemetry_writer
-from ddprun.telemetry.writer import _MAX_WAITING_RECORDS, Writer, encode_json_line, event_log
+from ddprun.telemetry.writer import _MAX_WAITING_RECORDS, RecordWriter, encode_json_line, make_event_logger
 
 
 def test_not_a_number_becomes_null() -> None:
@@ -31,7 +31,7 @@ def test_a_disk_that_fails_is_noted_and_ends_only_the_writing(tmp_path: Path) ->
     """The folder is a file: nothing can be written, and nothing is raised."""
     blocked = tmp_path / "file"
     blocked.write_text("")
-    writer = Writer(blocked)
+    writer = RecordWriter(blocked)
     for _ in range(3):
         writer.put("x", b"line\n")
     writer.close()
@@ -48,7 +48,7 @@ def test_a_stalled_disk_drops_lines_and_counts_them(tmp_path: Path, monkeypatch:
         return open_file(*args, **more)
 
     monkeypatch.setattr(telemetry_writer, "open_file", late)
-    writer = Writer(tmp_path)
+    writer = RecordWriter(tmp_path)
     fit = _MAX_WAITING_RECORDS // 3
     for _ in range(fit + 9):
         writer.put("x", b"line\n" * 3, 3)
@@ -62,11 +62,11 @@ def test_a_stalled_disk_drops_lines_and_counts_them(tmp_path: Path, monkeypatch:
 
 def test_events_are_one_json_object_a_line_through_the_writer(tmp_path: Path) -> None:
     """With what the logger is bound to, the level and both clocks."""
-    writer = Writer(tmp_path)
-    log = event_log(writer, dict, rank=0)
+    writer = RecordWriter(tmp_path)
+    log = make_event_logger(writer, dict, rank=0)
     log.info("started", world_size=2)
     log.warning("step_skipped", step=3)
-    event_log(None, dict, rank=1).info("unheard")
+    make_event_logger(None, dict, rank=1).info("unheard")
     writer.close()
     first, second = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
     assert (first["event"], first["rank"], first["world_size"], first["level"]) == ("started", 0, 2, "info")
@@ -77,7 +77,7 @@ def test_events_are_one_json_object_a_line_through_the_writer(tmp_path: Path) ->
 
 def test_lines_reach_the_file_while_more_keep_coming(tmp_path: Path) -> None:
     """A run that records without a pause can be watched, and a crash loses half a second, not a buffer."""
-    writer, end = Writer(tmp_path), time.monotonic() + 20
+    writer, end = RecordWriter(tmp_path), time.monotonic() + 20
     while not ((tmp_path / "x").exists() and (tmp_path / "x").read_text()):
         assert time.monotonic() < end, "nothing was flushed"
         writer.put("x", b"line\n")
@@ -87,7 +87,7 @@ def test_lines_reach_the_file_while_more_keep_coming(tmp_path: Path) -> None:
 
 def test_flushing_a_writer_that_is_closed_returns_at_once(tmp_path: Path) -> None:
     """Nobody is there any more to say that it is done; what has failed after the end may still ask."""
-    writer = Writer(tmp_path)
+    writer = RecordWriter(tmp_path)
     writer.put("x", b"line\n")
     writer.close()
     thread = threading.Thread(target=writer.flush, daemon=True)

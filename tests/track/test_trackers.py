@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from ddprun.config import PipelineError, load
-from ddprun.engine.reporter import check_trackers, open_trackers
+from ddprun.engine.reporter import check_tracker_packages, open_trackers
 from ddprun.plugins import TRACKERS
 from ddprun.run_files import WrongFileTypeError
 from ddprun.telemetry.records import StepRecord
@@ -407,7 +407,7 @@ def test_a_package_that_is_missing_is_a_fault_of_the_file(
     (tmp_path / "p.yaml").write_text(TEXT.replace("TRACK", "[prometheus, tensorboard]"))
     loaded = load(tmp_path / "p.yaml")
     with pytest.raises(PipelineError) as caught:
-        check_trackers(loaded, loaded.pipeline.track)
+        check_tracker_packages(loaded, loaded.pipeline.track)
     fault = caught.value.faults[-1]
     assert (fault.place.line, fault.place.column, fault.path) == (7, 21, "track[1]")
     assert fault.problem == "tensorboard needs the package no_such_package, which is not installed"

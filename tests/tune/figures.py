@@ -6,10 +6,10 @@ from typing import Any
 
 from ddprun.compare.runs import SpeedRatio
 from ddprun.config import load
-from ddprun.predict.model import StepPrediction
-from ddprun.predict.timeline import SimulatedStep
+from ddprun.predict.cost_model import StepPrediction
+from ddprun.predict.step_simulator import SimulatedStep
 from ddprun.tune.candidates import Candidate, TunedStage, find_tuned_stage
-from ddprun.tune.choose import PredictedCandidate, Trial
+from ddprun.tune.selection import PredictedCandidate, Trial
 
 TEXT = """
 model: {mlp: {inputs: 64, hidden: [32], outputs: 10}}
@@ -54,7 +54,7 @@ class Figures:
         return Trial(
             entry=self.entry(1000 / speed, **changes),
             run_dir=Path("runs"),
-            code=code,
+            exit_code=code,
             verdict=verdict,
             speed_ratio=SpeedRatio(speed, speed - reach, speed + reach, 10),
             step_s=1e-3 / speed,

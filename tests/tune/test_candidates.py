@@ -11,8 +11,8 @@ from ddprun.tune.candidates import (
     BUCKET_CAP_KEY,
     Candidate,
     TunedStage,
-    all_combinations,
     find_tuned_stage,
+    generate_candidates,
     values_to_try,
 )
 
@@ -38,7 +38,7 @@ def searched(
 ) -> tuple[LoadedPipeline, list[Candidate]]:
     tuned = tuned_stage_of(folder, text)
     tried = {**values_to_try(world, on_cpu=True), **vary}
-    return tuned.loaded, list(all_combinations(tuned, tried, ("sync", "hooks", "accumulate")))
+    return tuned.loaded, list(generate_candidates(tuned, tried, ("sync", "hooks", "accumulate")))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_the_batch_stays_unless_it_is_varied(tmp_path: Path) -> None:
     assert {one.settings.accumulate for one in found} == {1}
     _, found = searched(tmp_path, "stages: [train: {steps: 200}]\n", accumulate=[1, 2])
     assert {one.settings.accumulate for one in found} == {1, 2}
-    assert {one.samples_per_step for one in found} == {8, 16}
+    assert {one.rank_samples_per_step for one in found} == {8, 16}
 
 
 def test_two_levels_are_tried_where_there_are_two(tmp_path: Path) -> None:

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ddprun.tune.choose import (
+from ddprun.tune.selection import (
     QualityFloors,
     Trial,
     next_candidates,
     parse_quality_floors,
+    pick_predicted_winner,
     pick_winner,
-    predicted_winner,
     rejection_reason,
 )
 from tests.tune.figures import Figures
@@ -77,7 +77,7 @@ def test_equal_costs_change_nothing(figures: Figures) -> None:
     """By prediction as by real runs, and no run is started for what is not predicted to gain."""
     file = figures.entry(1000)
     alike = [figures.entry(1000, **changes) for changes in CHANGES]
-    assert predicted_winner(file, alike) is None
+    assert pick_predicted_winner(file, alike) is None
     assert next_candidates(file, alike, [], QualityFloors(), most=4, max_period=32) == []
     same = [figures.trial(1.0, verdict="no difference beyond noise", changes=one) for one in CHANGES]
     assert pick_winner(same, QualityFloors()) is None
@@ -86,9 +86,9 @@ def test_equal_costs_change_nothing(figures: Figures) -> None:
 def test_a_prediction_has_to_gain_more_than_it_may_miss(figures: Figures) -> None:
     """A tenth. Of those that are as fast as the fastest, give or take that, the one that loses least wins."""
     file = figures.entry(1000)
-    assert predicted_winner(file, [figures.entry(920, hooks=["int4"])]) is None
+    assert pick_predicted_winner(file, [figures.entry(920, hooks=["int4"])]) is None
     close = [figures.entry(500, hooks=["int4"]), figures.entry(540, hooks=["fp16"])]
-    found = predicted_winner(file, [*close, figures.entry(600, hooks=["shared_memory"])])
+    found = pick_predicted_winner(file, [*close, figures.entry(600, hooks=["shared_memory"])])
     assert found is not None
     assert found.candidate.name == "hooks=[fp16]"
 

@@ -12,8 +12,8 @@ from ddprun.config import load
 from ddprun.explain.model_probe import WorldShape
 from ddprun.predict.links import Links, parse_links
 from ddprun.tune.candidates import find_tuned_stage
-from ddprun.tune.choose import QualityFloors
-from ddprun.tune.search import SearchOutcome, short_run_overrides, steps_per_turn_and_run, why_not_run
+from ddprun.tune.search import SearchOutcome, find_not_run_reason, short_run_overrides, steps_per_turn_and_run
+from ddprun.tune.selection import QualityFloors
 from ddprun.tune.text import render_text, to_json_data, winner_file_comment
 from tests.report.made_up import STEP_US, make
 from tests.tune.figures import Figures
@@ -95,9 +95,9 @@ def test_a_warm_up_of_the_whole_pipeline_is_shortened(tmp_path: Path) -> None:
 
 
 def test_where_real_runs_are_possible() -> None:
-    assert why_not_run(1, Links()) == ""
-    assert why_not_run(4, Links()) == "the 4 hosts do not take part (give --rdzv-endpoint on each)"
-    assert "not this host's" in why_not_run(1, parse_links("within=1Gbit"))
+    assert find_not_run_reason(1, Links()) == ""
+    assert find_not_run_reason(4, Links()) == "the 4 hosts do not take part (give --rdzv-endpoint on each)"
+    assert "not this host's" in find_not_run_reason(1, parse_links("within=1Gbit"))
 
 
 def lose_losses(folder: Path) -> None:
@@ -124,11 +124,11 @@ def recorded(folder: Path, trials: int, *, finite: bool = True) -> SearchOutcome
     entries = [figures.entry(1000, **{key: accumulate}) for accumulate in range(2, trials + 2)]
     sides = []
     for number in range(trials + 2):
-        run = SeedRun(make(folder / f"{number}", steps=200), code=0)
+        run = SeedRun(make(folder / f"{number}", steps=200), exit_code=0)
         take_samples(run.folder, 8 * max(1, number))
         if not finite:
             lose_losses(run.folder)
-        compare.fill_from_records(run, 20)
+        compare.load_run_records(run, 20)
         sides.append(VariantRuns(Variant(f"{number}", folder, twin=number == 1), [run]))
     outcome = SearchOutcome(
         tuned=figures.tuned,

@@ -7,8 +7,8 @@ import pytest
 
 from ddprun.cli import main
 from ddprun.config import load
-from ddprun.config.resolved import flow_yaml
-from ddprun.tune.text import overrides_without_secrets, tuned_text
+from ddprun.config.yaml_writer import flow_yaml
+from ddprun.tune.text import overrides_without_secrets, tuned_pipeline_yaml
 
 HEAD = """# My pipeline.
 model: {mlp: {inputs: 64, hidden: [32], outputs: 10}}  # small
@@ -25,7 +25,7 @@ def written(folder: Path, text: str, *changes: tuple[str, Any], overrides: tuple
     file = folder / "p.yaml"
     file.write_text(text)
     wanted = (*overrides, *(f"{key}={flow_yaml(value)}" for key, value in changes))
-    found = tuned_text(load(file, overrides), wanted, ["Tuned.", ""])
+    found = tuned_pipeline_yaml(load(file, overrides), wanted, ["Tuned.", ""])
     output = folder / "p.tuned.yaml"
     output.write_text(found)
     assert main(["check", str(output)]) == 0
@@ -92,6 +92,6 @@ def test_overrides_are_written_but_no_secrets(tmp_path: Path, monkeypatch: pytes
     loaded = load(tmp_path / "p.yaml", ("data.own.Data.url=https://me:hunter2@host", token))
     assert overrides_without_secrets(loaded) == [token]
     heading = ["was https://me:hunter2@host,", "hunter2-and-more\u2028seed: 3\nseed: 4"]
-    found = tuned_text(loaded, [token], heading)
+    found = tuned_pipeline_yaml(loaded, [token], heading)
     assert "hunter2" not in found
     assert found.startswith("# was https://me:[redacted]@host,\n# ${env:LAB_TOKEN} seed: 3 seed: 4\nmodel:\n")

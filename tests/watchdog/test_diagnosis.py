@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ddprun.watchdog.hang import describe_activity, diagnose, headline
+from ddprun.watchdog.hang_report import describe_activity, diagnose, diagnosis_headline
 from ddprun.watchdog.status_page import RankStatus, UnfinishedCollective
 from ddprun_hooks.errors import format_ranks
 
@@ -29,8 +29,8 @@ def seen(rank: int, issued: tuple[int, ...], *waits: UnfinishedCollective) -> Ra
         phase_age_s=4.0,
         issued=issued,
         waits=waits,
-        at="",
-        reported=False,
+        code_location="",
+        hang_reported=False,
     )
 
 
@@ -65,13 +65,13 @@ def test_a_rank_that_waits_for_another_is_not_the_cause() -> None:
 def test_a_rank_that_has_told_of_the_hang_and_ended_is_judged_by_what_it_waited_for() -> None:
     """Another host's ranks may find a hang first, and have ended when this one asks."""
     over = [
-        replace(one, reported=True, state="Z", beat_age_s=9.0)
+        replace(one, hang_reported=True, state="Z", beat_age_s=9.0)
         for one in (seen(2, (5,), wait(0, 5, ALL)), seen(3, (4,)))
     ]
     found = diagnose(0, pages(seen(0, (5,), wait(0, 5, ALL)), seen(1, (5,), wait(0, 5, ALL)), *over))
     assert (found.cause, found.ranks) == ("late", (3,))
     assert describe_activity(over[0]).startswith("is in backward of step 3")
-    assert describe_activity(replace(over[0], reported=False)).startswith("has ended")
+    assert describe_activity(replace(over[0], hang_reported=False)).startswith("has ended")
 
 
 def test_a_stopped_rank_is_late_even_if_it_has_issued_everything() -> None:
@@ -114,7 +114,7 @@ def test_a_collective_to_which_all_have_come_is_the_networks_fault() -> None:
     waits = wait(0, 5, (0, 1))
     found = diagnose(0, pages(seen(0, (5,), waits), seen(1, (5,), waits)))
     assert (found.cause, found.ranks) == ("network", (0, 1))
-    assert "has not completed for 4 s" in headline(found, 4)
+    assert "has not completed for 4 s" in diagnosis_headline(found, 4)
 
 
 def test_a_message_between_two_ranks_waits_for_its_peer() -> None:

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from ddprun.engine import failures
-from ddprun.engine.failures import FailureContext, open_ranks
+from ddprun.engine.failures import FailureContext, make_ranks_and_watchdog
 from ddprun.parallel import ranks as ranks_module
-from ddprun.parallel.ranks import Environment, Ranks
-from ddprun.watchdog.hang import PeerAddress, build_report
+from ddprun.parallel.ranks import RankEnvironment, Ranks
+from ddprun.watchdog.hang_report import PeerAddress, build_report
 from ddprun.watchdog.rank_watchdog import RankWatchdog, WatchedCollective, WatchedSequence
 from ddprun.watchdog.status_page import RankStatus
 from ddprun_hooks.payload import ParamSlice, Payload
@@ -40,8 +40,8 @@ def page(rank: int, issued: tuple[int, ...], *overdue: WatchedCollective) -> Ran
         phase_age_s=8.0,
         issued=issued,
         waits=tuple(one.status_entry for one in overdue),
-        at="",
-        reported=False,
+        code_location="",
+        hang_reported=False,
     )
 
 
@@ -72,9 +72,12 @@ def two_ranks(
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
     monkeypatch.setattr(ranks_module, "open_store", lambda *_, **__: open_store())
-    both = [open_ranks(Environment(rank, 2, rank, 2), within_s, FailureContext()) for rank in range(2)]
+    both = [
+        make_ranks_and_watchdog(RankEnvironment(rank, 2, rank, 2), within_s, FailureContext())
+        for rank in range(2)
+    ]
     for one in both:
-        one.connect()
+        one.connect_store()
     return both
 
 

@@ -19,7 +19,7 @@ from ddprun.watchdog.status_page import StatusPage
 
 page = StatusPage(int(sys.argv[1]), Path(sys.argv[2]))
 if sys.argv[3] == "reported":
-    page.set_reported()
+    page.set_hang_reported()
 print("ready", flush=True)
 sys.stdin.read()
 """
@@ -64,7 +64,7 @@ def test_a_launcher_that_begins_to_linger_is_not_given_up(
 ) -> None:
     """Also if it begins while the watchdog still waits for the rendezvous to answer."""
     monkeypatch.setattr(launcher_watchdog, "_LAUNCHER_EXIT_S", 0.0)
-    monkeypatch.setattr(launcher_watchdog, "_TRIES", 1)
+    monkeypatch.setattr(launcher_watchdog, "_MAX_UNANSWERED", 1)
     (tmp_path / "run" / "attempt_0").mkdir(parents=True)
     given_up, asked = threading.Event(), threading.Event()
 

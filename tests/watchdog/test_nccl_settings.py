@@ -5,14 +5,14 @@ from unittest import mock
 
 import pytest
 
-from ddprun.engine.worker import prepare_nccl
+from ddprun.engine.worker import set_nccl_environment
 
 
 @pytest.mark.parametrize(("timeout_s", "heartbeat"), [(600.0, "660"), (8.0, "480")])
 def test_torchs_monitor_waits_for_the_watchdogs_report(timeout_s: float, heartbeat: str) -> None:
     """And collectives of all groups start in one order. What is set already holds."""
     with mock.patch.dict(os.environ, clear=True):
-        prepare_nccl(timeout_s)
+        set_nccl_environment(timeout_s)
         assert os.environ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == heartbeat
         assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
         assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
@@ -22,5 +22,5 @@ def test_torchs_monitor_waits_for_the_watchdogs_report(timeout_s: float, heartbe
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }
     with mock.patch.dict(os.environ, own, clear=True):
-        prepare_nccl(timeout_s)
+        set_nccl_environment(timeout_s)
         assert own.items() <= os.environ.items()

@@ -19,18 +19,18 @@ import pytest
 import torch
 
 from ddprun.host.network import interface_by_address
-from ddprun.watchdog.hang import dump_flight_recorders
+from ddprun.watchdog.hang_report import dump_flight_recorders
 from ddprun.watchdog.rank_watchdog import HANG_FILE, RankWatchdog, WatchedCollective
 from ddprun.watchdog.status_page import (
     STATUSES_ADAPTER,
     HangStatusServer,
     StatusPage,
-    announce_hang,
     announce_hang_and_ask,
+    announce_hang_to_all,
     read_page,
     read_pages,
 )
-from ddprun_hooks.comm.observer import observed_wait
+from ddprun_hooks.comm.collective_observer import observed_wait
 from ddprun_hooks.payload import ParamSlice, Payload
 
 
@@ -70,8 +70,8 @@ def test_a_status_page_says_what_its_rank_is_at(tmp_path: Path, in_folder: bool)
     )
     assert found.issued == (2,)
     assert [(wait.number, wait.what, wait.ranks) for wait in found.waits] == [(2, "two", (0, 1))]
-    assert found.at.endswith("in test_a_status_page_says_what_its_rank_is_at")
-    assert not found.lifeless
+    assert found.code_location.endswith("in test_a_status_page_says_what_its_rank_is_at")
+    assert not found.is_lifeless
     assert STATUSES_ADAPTER.validate_json(STATUSES_ADAPTER.dump_json({0: found})) == {0: found}
     assert list(read_pages(tmp_path)) == ([0] if in_folder else [])
     it.status_page.remove()
@@ -114,7 +114,7 @@ def test_a_status_page_of_a_stopped_process_says_so(tmp_path: Path) -> None:
         while not (found := read_pages(tmp_path)[3]).is_suspended and time.monotonic() < end:
             time.sleep(0.01)
         assert found.is_suspended
-        assert found.lifeless
+        assert found.is_lifeless
     finally:
         sleeper.kill()
         sleeper.wait()
@@ -156,10 +156,10 @@ def test_a_collective_that_takes_too_long_calls_the_handler_with_its_bucket(tmp_
     line = it.new_sequence("world.0", [0, 1])
     it.start()
     line.record_issued("all_reduce", what="ends").mark_done()
-    line.record_issued("all_reduce", what="has ended").done_when(lambda: True)
+    line.record_issued("all_reduce", what="has ended").set_completion_check(lambda: True)
     assert not rung.wait(0.8)
     payload = Payload(torch.zeros(2), (ParamSlice("w", (2,), 0, 2),), "gradient", 7)
-    line.record_issued("all_reduce", payload).done_when(lambda: False)
+    line.record_issued("all_reduce", payload).set_completion_check(lambda: False)
     assert rung.wait(5)
     ((one, *others),) = calls
     assert (one.bucket, one.params[0].name, one.number) == (7, "w", 3)
@@ -175,7 +175,7 @@ def test_a_collective_that_failed_is_still_what_this_rank_waits_for(tmp_path: Pa
     ended = threading.Event()
     line.record_issued("all_reduce", what="one").mark_done()
     two = line.record_issued("all_reduce", what="two")
-    two.done_when(ended.is_set)
+    two.set_completion_check(ended.is_set)
     ended.set()
     assert it.find_overdue(0) == []  # over, as far as one can see
     with pytest.raises(ConnectionError), observed_wait(line, "broadcast", "three"):
@@ -223,7 +223,7 @@ def test_another_hosts_launcher_answers_those_who_know_its_secret(tmp_path: Path
         assert found is not None
         assert found[5].pid == os.getpid()
         assert called == [True]
-        assert list(announce_hang([server.endpoint])) == [5]
+        assert list(announce_hang_to_all([server.endpoint])) == [5]
         assert called == [True, True]
         name = server.endpoint
         server.shutdown()
@@ -237,7 +237,7 @@ def test_asking_takes_no_longer_than_one_answer_may(tmp_path: Path) -> None:
         silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(8)]
         servers = [f"127.0.0.1:{server.getsockname()[1]}/secret" for server in silent]
         since = time.monotonic()
-        assert announce_hang(servers) == {}
+        assert announce_hang_to_all(servers) == {}
         assert time.monotonic() - since < 8, "one after the other would take 12 s"
 
 
@@ -290,7 +290,7 @@ def test_a_device_is_asked_about_the_oldest_collective_alone_and_not_at_once(tmp
         return over[what]
 
     for what in over:
-        line.record_issued("all_reduce", what=what).done_when(partial(ask, what))
+        line.record_issued("all_reduce", what=what).set_completion_check(partial(ask, what))
     it.suspended_us -= 500_000  # half a second later
     assert it.find_overdue(0.2) == []
     assert not asked, "they are young"

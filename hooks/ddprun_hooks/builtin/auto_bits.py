@@ -20,14 +20,14 @@ FORMATS: dict[str, WireFormat] = {
     "int8": Int8(256),
     "bf16": CastFormat(torch.bfloat16),
 }
-_NAMES = list(FORMATS)
+_FORMAT_NAMES = list(FORMATS)
 _STRIDE = 61  # of so many values one is measured; in a matrix, rarely of one column alone
 _MIN_SAMPLE = 64  # values; of a bucket with fewer, all are measured
 _PATIENCE = 2  # measurements above the floor before a smaller code is tried
 
 
 @dataclass
-class _Choice:
+class _FormatChoice:
     """The code of a bucket, and how measurements of it went."""
 
     code: str = "int8"
@@ -36,22 +36,22 @@ class _Choice:
     patience: int = _PATIENCE
     tried: bool = False  # smaller than the code before it, and not measured yet
 
-    def judge(self, cosine: float | None, floor: float) -> None:
+    def choose_next_format(self, cosine: float | None, floor: float) -> None:
         """Take the next larger code if the mean is too far off. Try the next smaller one after enough
         measurements that are near enough: twice as many each time that one has failed at once.
         """
         if cosine is None:
             return
-        place, self.above = _NAMES.index(self.code), self.above + 1 if cosine >= floor else 0
+        place, self.above = _FORMAT_NAMES.index(self.code), self.above + 1 if cosine >= floor else 0
         if not self.above:
             self.patience *= 2 if self.tried else 1
-            self.code = _NAMES[min(place + 1, len(_NAMES) - 1)]
+            self.code = _FORMAT_NAMES[min(place + 1, len(_FORMAT_NAMES) - 1)]
         self.tried = place > 0 and self.above >= self.patience
         if self.tried:
-            self.above, self.code = 0, _NAMES[place - 1]
+            self.above, self.code = 0, _FORMAT_NAMES[place - 1]
 
 
-_Key = tuple[str, int, int, str]
+_ChoiceKey = tuple[str, int, int, str]
 """Kind of payload, bucket, number of values (of a codec's parts of a bucket), and the group of ranks, all of
 which choose alike."""
 
@@ -71,18 +71,18 @@ class AutoBits(ErrorFeedback):
         super().__init__()
         self.floor = floor  # of the cosine between the mean and the exact one, in (0, 1)
         self.every = every  # exchanges of a bucket, from one measurement to the next
-        self._choices: dict[_Key, _Choice] = {}
-        self._measured: dict[_Key, Tensor] = {}  # products of the last exchange, shape (ranks, 3)
-        self._used: dict[_Key, str] = {}  # the code of the last exchange
+        self._choices: dict[_ChoiceKey, _FormatChoice] = {}
+        self._measured: dict[_ChoiceKey, Tensor] = {}  # products of the last exchange, shape (ranks, 3)
+        self._used: dict[_ChoiceKey, str] = {}  # the code of the last exchange
 
     async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
         residual = self.residual(payload, comm.size)
         key = payload.kind, payload.bucket, payload.tensor.numel(), comm.group.name
-        choice = self._choices.setdefault(key, _Choice())
-        self._judge(key)
+        choice = self._choices.setdefault(key, _FormatChoice())
+        self._apply_measurement(key)
         self._used[key] = choice.code
         wire_format = FORMATS[choice.code]
-        reduction = wire_format.reduction(payload.tensor, residual, comm)
+        reduction = wire_format.make_reduction(payload.tensor, residual, comm)
         choice.exchanges = choice.exchanges % self.every + 1
         if choice.exchanges < self.every or payload.tensor.is_meta:
             arrived = await comm.all_to_all(reduction.encode())
@@ -90,20 +90,20 @@ class AutoBits(ErrorFeedback):
         else:
             stride = _STRIDE if len(payload.tensor) >= _STRIDE * _MIN_SAMPLE else 1
             sample = _sample(payload.tensor, reduction, stride)
-            both = await comm.all_to_all(_beside(reduction.encode(), sample))
-            arrived, samples = _split(both, sample, comm.size)
+            both = await comm.all_to_all(_append_to_rows(reduction.encode(), sample))
+            arrived, samples = _split_rows(both, sample, comm.size)
             message = reduction.sum_and_encode(arrived.view(wire_format.dtype))
             products = _products(wire_format, message, samples, stride)
-            both = await comm.all_gather(_beside(message, products))
-            gathered, self._measured[key] = _split(both, products, comm.size)
+            both = await comm.all_gather(_append_to_rows(message, products))
+            gathered, self._measured[key] = _split_rows(both, products, comm.size)
             gathered = gathered.view(wire_format.dtype)
         payload.findings.extend(wire_format.findings(payload.tensor, gathered))
         return reduction.decode(gathered)
 
-    def _judge(self, key: _Key) -> None:
+    def _apply_measurement(self, key: _ChoiceKey) -> None:
         """Judge what was measured in the bucket's last exchange: now a GPU surely has it."""
         if (products := self._measured.pop(key, None)) is not None:
-            self._choices[key].judge(_cosine(products), self.floor)
+            self._choices[key].choose_next_format(_cosine(products), self.floor)
 
     def choices(self) -> dict[tuple[str, int], str]:
         """The codes of each bucket's last exchange."""
@@ -115,7 +115,7 @@ class AutoBits(ErrorFeedback):
     def state_dict(self) -> dict[str, Any]:
         """The residuals, and the choices."""
         for key in [*self._measured]:
-            self._judge(key)
+            self._apply_measurement(key)
         choices = {"/".join(map(str, key)): asdict(choice) for key, choice in self._choices.items()}
         return {"residuals": super().state_dict(), "choices": choices} if choices else {}
 
@@ -124,7 +124,7 @@ class AutoBits(ErrorFeedback):
         self._choices, self._measured, self._used = {}, {}, {}
         for key, choice in state.get("choices", {}).items():
             kind, bucket, numel, group = key.split("/", 3)
-            self._choices[kind, int(bucket), int(numel), group] = _Choice(**choice)
+            self._choices[kind, int(bucket), int(numel), group] = _FormatChoice(**choice)
 
     def merge(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Of choices, rank 0's: for other buckets and ranks a place to begin at, as good as any."""
@@ -156,13 +156,13 @@ def _cosine(products: Tensor) -> float | None:
     return both / math.sqrt(of_mean * of_exact) if of_mean else 0.0
 
 
-def _beside(message: Tensor, more: Tensor) -> Tensor:
+def _append_to_rows(message: Tensor, more: Tensor) -> Tensor:
     """A message with `more`, shape (rows, n), as bytes: a part of each in every row."""
     rows = message.view(torch.uint8).view(len(more), -1)
     return torch.cat([rows, more.view(torch.uint8)], 1).view(-1)
 
 
-def _split(both: Tensor, more: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def _split_rows(both: Tensor, more: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """The messages and what lies beside them, as `more`, of each of so many ranks."""
     rows = both.view(size, -1)
     end = rows.shape[1] - more.shape[1] * more.element_size()

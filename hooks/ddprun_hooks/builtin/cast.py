@@ -5,14 +5,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ddprun_hooks.builtin.two_phase import TwoPhase, WireFormat
+from ddprun_hooks.builtin.two_phase import TwoPhaseAllReduce, WireFormat
 from ddprun_hooks.comm.communicator import Communicator
 from ddprun_hooks.comm.gpu import copy_scalar_to_host
 from ddprun_hooks.hook import Hook
 from ddprun_hooks.payload import Finding, Payload
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+CAST_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Cast(Hook):
@@ -53,17 +53,17 @@ class CastFormat(WireFormat):
         return message.to(dtype)
 
     def findings(self, payload: Tensor, gathered: Tensor) -> list[Finding]:
-        return find_overflow(NAMES[self.dtype], payload, gathered)
+        return find_overflow(CAST_NAMES[self.dtype], payload, gathered)
 
 
 def fp16(accumulate: Literal["fp32"] | None = None) -> Hook:
     """IEEE half precision: 11 bits of significand, largest value 65,504."""
-    return TwoPhase(CastFormat(torch.float16)) if accumulate else Cast("fp16")
+    return TwoPhaseAllReduce(CastFormat(torch.float16)) if accumulate else Cast("fp16")
 
 
 def bf16(accumulate: Literal["fp32"] | None = None) -> Hook:
     """Brain floating point: 8 bits of significand, the range of fp32."""
-    return TwoPhase(CastFormat(torch.bfloat16)) if accumulate else Cast("bf16")
+    return TwoPhaseAllReduce(CastFormat(torch.bfloat16)) if accumulate else Cast("bf16")
 
 
 def find_overflow(name: str, own: Tensor, total: Tensor) -> list[Finding]:

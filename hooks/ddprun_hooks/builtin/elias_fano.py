@@ -27,14 +27,14 @@ def encode(numbers: Tensor, length: int) -> Tensor:
     low, upper_bits = encoded_bits(k, length)
     upper = torch.zeros(rows, upper_bits, dtype=torch.uint8, device=numbers.device)
     upper.scatter_(1, (numbers >> low) + torch.arange(k, device=numbers.device), 1)
-    return torch.cat([pack(upper.view(-1)), pack(_bits_of(numbers, low))])
+    return torch.cat([pack_bits(upper.view(-1)), pack_bits(_bits_of(numbers, low))])
 
 
 def decode(message: Tensor, rows: int, k: int, length: int) -> Tensor:
     """The numbers, int64, shape (rows, k), of a message of `encode`."""
     low, upper_bits = encoded_bits(k, length)
-    upper = unpack(message, rows * upper_bits).view(rows, upper_bits)
-    low_bits = unpack(message[-(-rows * upper_bits // 8) :], rows * k * low).view(rows, k, low)
+    upper = unpack_bits(message, rows * upper_bits).view(rows, upper_bits)
+    low_bits = unpack_bits(message[-(-rows * upper_bits // 8) :], rows * k * low).view(rows, k, low)
     places = torch.arange(upper_bits, device=message.device).expand(rows, -1)
     # To the j-th set bit of a row belongs its j-th number; the other bits all go behind the last one.
     order = torch.where(upper > 0, upper.cumsum(1) - 1, k)
@@ -43,13 +43,13 @@ def decode(message: Tensor, rows: int, k: int, length: int) -> Tensor:
     return numbers + (low_bits.long() << _shifts(numbers, low)).sum(-1)
 
 
-def pack(bits: Tensor) -> Tensor:
+def pack_bits(bits: Tensor) -> Tensor:
     """Bytes of bits, uint8, shape (n,): the first one is the lowest of the first byte."""
     padded = torch.nn.functional.pad(bits, (0, -len(bits) % 8)).view(-1, 8)
     return (padded << _shifts(bits, 8)).sum(-1, dtype=torch.uint8)
 
 
-def unpack(packed: Tensor, count: int) -> Tensor:
+def unpack_bits(packed: Tensor, count: int) -> Tensor:
     """The first `count` bits of bytes, uint8."""
     return _bits_of(packed, 8)[:count]
 

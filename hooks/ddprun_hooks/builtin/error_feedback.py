@@ -19,7 +19,7 @@ from ddprun_hooks.payload import ParamSlice, Payload, PayloadKind
 # A parameter's residual in a state: `start`, its first element's index in the flattened parameter, and its
 # values, shape (numel,): this rank's own as `residual`, where so many `ranks` hold the same elements (0: they
 # are of an older layout), or the sum over another world's ranks as `total`.
-ResidualPiece = dict[str, Any]
+ParamResidual = dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class _BucketResidual:
     values: Tensor  # shape (numel,)
     group_size: int = 1  # how many ranks hold the same elements
 
-    def pieces(self, kind: str) -> dict[str, ResidualPiece]:
+    def by_param(self, kind: str) -> dict[str, ParamResidual]:
         """By kind of payload and parameter name: `kind/name`."""
         return {
             f"{kind}/{param.name}": {
@@ -46,7 +46,7 @@ class ErrorFeedback(Hook):
     def __init__(self) -> None:
         self._bucket_residuals: dict[tuple[PayloadKind, int], _BucketResidual] = {}
         # Of a loaded state or an older bucket layout, as a state has them.
-        self._unclaimed_pieces: dict[str, ResidualPiece] = {}
+        self._unclaimed_pieces: dict[str, ParamResidual] = {}
 
     def residual(self, payload: Payload, group_size: int) -> Tensor:
         """The residual of `payload`, to be overwritten with the new one: shape (numel,), at least fp32.
@@ -65,7 +65,7 @@ class ErrorFeedback(Hook):
         bucket = self._bucket_residuals.get(key)
         if bucket is None or bucket.params != payload.params:
             if bucket is not None:
-                self._release(key)
+                self._move_to_unclaimed(key)
             bucket = self._bucket_residuals[key] = self._carry_over_residual(payload, group_size)
         bucket.group_size = group_size
         return bucket.values
@@ -74,7 +74,7 @@ class ErrorFeedback(Hook):
         kind, names = payload.kind, {param.name for param in payload.params}
         for key, bucket in list(self._bucket_residuals.items()):  # of an older layout
             if key[0] == kind and any(param.name in names for param in bucket.params):
-                self._release(key)
+                self._move_to_unclaimed(key)
         dtype = torch.promote_types(payload.tensor.dtype, torch.float32)
         values = torch.zeros(payload.tensor.numel(), dtype=dtype, device=payload.tensor.device)
         for param in payload.params:
@@ -82,16 +82,16 @@ class ErrorFeedback(Hook):
                 _copy_overlap(param.of(values), param, piece, group_size)
         return _BucketResidual(payload.params, values)
 
-    def _release(self, key: tuple[PayloadKind, int]) -> None:
+    def _move_to_unclaimed(self, key: tuple[PayloadKind, int]) -> None:
         """Keep the residual of a bucket by its parameters, until they are sent again."""
-        pieces = self._bucket_residuals.pop(key).pieces(key[0])
+        pieces = self._bucket_residuals.pop(key).by_param(key[0])
         self._unclaimed_pieces |= {name: piece | {"ranks": 0} for name, piece in pieces.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """`{"kind/parameter": piece}`."""
         pieces = dict(self._unclaimed_pieces)
         for (kind, _), bucket in self._bucket_residuals.items():
-            pieces |= bucket.pieces(kind)
+            pieces |= bucket.by_param(kind)
         return pieces
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -102,15 +102,15 @@ class ErrorFeedback(Hook):
         """The sum of all ranks' residuals, for ranks of another world or with other buckets to divide. Where
         hosts exchange among their own ranks, the mean over hosts: each host takes all of it.
         """
-        found: dict[str, list[ResidualPiece]] = {}
+        found: dict[str, list[ParamResidual]] = {}
         for state in states:
             for key, piece in state.items():
                 found.setdefault(key, []).append(piece)
-        merged: dict[str, ResidualPiece] = {}
+        merged: dict[str, ParamResidual] = {}
         for key, of_ranks in found.items():
             own = [piece for piece in of_ranks if "residual" in piece]
             # A loaded total that nobody has claimed is the same on every rank: it counts once.
-            merged[key] = {"start": 0, "total": _sum_pieces(own)} if own else of_ranks[0]
+            merged[key] = {"start": 0, "total": _sum_over_ranks(own)} if own else of_ranks[0]
         return merged
 
     def take_back(self, kind: str, means: dict[str, Tensor]) -> None:
@@ -133,7 +133,7 @@ class ErrorFeedback(Hook):
         )
 
 
-def _sum_pieces(pieces: Sequence[ResidualPiece]) -> Tensor:
+def _sum_over_ranks(pieces: Sequence[ParamResidual]) -> Tensor:
     length = max(piece["start"] + piece["residual"].numel() for piece in pieces)
     total: Tensor = pieces[0]["residual"].new_zeros(length)
     groups = torch.zeros_like(total)  # that hold an element
@@ -145,7 +145,7 @@ def _sum_pieces(pieces: Sequence[ResidualPiece]) -> Tensor:
     return total / groups.round().clamp(min=1)
 
 
-def _copy_overlap(target: Tensor, param: ParamSlice, piece: ResidualPiece, group_size: int) -> None:
+def _copy_overlap(target: Tensor, param: ParamSlice, piece: ParamResidual, group_size: int) -> None:
     """Copy into a slice what it shares with a loaded or older piece of the same parameter."""
     start, values = piece["start"], piece["total"] if "total" in piece else piece["residual"]
     low = max(param.start, start)
@@ -153,5 +153,5 @@ def _copy_overlap(target: Tensor, param: ParamSlice, piece: ResidualPiece, group
     if low < high:
         values = values[low - start : high - start]
         if "total" in piece:
-            values = values / values.new_full((), group_size)  # a tensor: see `BlockScaled.encode`
+            values = values / values.new_full((), group_size)  # a tensor: see `BlockScaledFormat.encode`
         target[low - param.start : high - param.start] = values.to(target)

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddprun_hooks.builtin.two_phase import BlockScaled, TwoPhaseReduction
+from ddprun_hooks.builtin.two_phase import BlockScaledFormat, TwoPhaseReduction
 from ddprun_hooks.kernels import blocks
 
 
 class FusedBlockReduction(TwoPhaseReduction):
     """Of block-scaled codes."""
 
-    wire_format: BlockScaled
+    wire_format: BlockScaledFormat
 
     def encode(self) -> Tensor:
         message = self._empty_message(self.group_size)

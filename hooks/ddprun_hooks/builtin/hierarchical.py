@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ddprun_hooks.builtin.cast import DTYPES, find_overflow
 from ddprun_hooks.comm.communicator import Communicator
-from ddprun_hooks.comm.groups import GroupRequirement, GroupRequirements, requirements_of_leg
+from ddprun_hooks.comm.groups import GroupRequirement, GroupRequirements, requirements_in_scope
 from ddprun_hooks.hook import Hook
 from ddprun_hooks.payload import ParamSlice, Payload
 from ddprun_hooks.stack import Stack
@@ -54,7 +54,7 @@ class Hierarchical(Hook):
                 params=shard_params,
                 compression_error=None if error is None else error[start : start + part.numel()],
             )
-            part = await self.across.carry(share, across.group)
+            part = await self.across.run_from(share, across.group)
         if within.size == 1:
             return part
         total = await within.all_gather(part.to(wire_dtype), sizes)
@@ -64,7 +64,7 @@ class Hierarchical(Hook):
 
     def requirements(self) -> GroupRequirements:
         """Two collectives among the ranks of a host; as many as its stack needs between hosts."""
-        across = requirements_of_leg("across", self.across.requirements, self.hosts)
+        across = requirements_in_scope("across", self.across.requirements, self.hosts)
         return {GroupRequirement("within", self.hosts, self._uses_shared_memory): 2, **across}
 
     def inner_stacks(self) -> Mapping[str, Stack]:

@@ -44,8 +44,10 @@ class PowerSgd(ErrorFeedback):
         residual += payload.tensor
         dtype, result = payload.tensor.dtype, payload.tensor
 
-        bases = [orthonormal(self._last_q(payload.kind, param, residual)) for param in matrices]
-        left_products = [_matrix(residual, param) @ base for param, base in zip(matrices, bases, strict=True)]
+        bases = [orthonormal_basis(self._last_q(payload.kind, param, residual)) for param in matrices]
+        left_products = [
+            _view_as_matrix(residual, param) @ base for param, base in zip(matrices, bases, strict=True)
+        ]
         parts = [*left_products, *(param.of(residual) for param in rest)]
         message = torch.cat([part.reshape(-1) for part in parts]).to(dtype)
         compression_error = torch.zeros_like(message, dtype=residual.dtype)
@@ -61,10 +63,11 @@ class PowerSgd(ErrorFeedback):
             return result
 
         left_bases = [
-            orthonormal(reduced.view_as(matrix)) for reduced, matrix in zip(sums, left_products, strict=False)
+            orthonormal_basis(reduced.view_as(matrix))
+            for reduced, matrix in zip(sums, left_products, strict=False)
         ]
         right_products = [
-            _matrix(residual, param).T @ p for param, p in zip(matrices, left_bases, strict=True)
+            _view_as_matrix(residual, param).T @ p for param, p in zip(matrices, left_bases, strict=True)
         ]
         message = torch.cat([matrix.reshape(-1) for matrix in right_products]).to(dtype)
         sent = message.to(residual.dtype, copy=True)
@@ -77,8 +80,8 @@ class PowerSgd(ErrorFeedback):
             matrices, left_bases, shares, sums, right_products, strict=True
         ):
             q = reduced.view_as(right)
-            _matrix(result, param).copy_(p @ q.T)
-            _matrix(residual, param).addmm_(p, mine.view_as(right).T, alpha=-1)
+            _view_as_matrix(result, param).copy_(p @ q.T)
+            _view_as_matrix(residual, param).addmm_(p, mine.view_as(right).T, alpha=-1)
             self._store_q(payload.kind, param, q, residual)
         return result
 
@@ -129,7 +132,7 @@ class PowerSgd(ErrorFeedback):
         return {key: value for key, value in merged.items() if value}
 
 
-def orthonormal(matrix: Tensor) -> Tensor:
+def orthonormal_basis(matrix: Tensor) -> Tensor:
     """An orthonormal basis of the columns of `matrix` (rows, rank), rows >= rank; of zeros, some basis."""
     basis: Tensor = torch.linalg.qr(matrix).Q
     return basis
@@ -139,5 +142,5 @@ def _rows_columns(param: ParamSlice) -> tuple[int, int]:
     return param.shape[0], math.prod(param.shape[1:])
 
 
-def _matrix(flat: Tensor, param: ParamSlice) -> Tensor:
+def _view_as_matrix(flat: Tensor, param: ParamSlice) -> Tensor:
     return param.of(flat).view(_rows_columns(param))

@@ -18,4 +18,4 @@ class SharedMemory(Hook):
 
     def requirements(self) -> GroupRequirements:
         """All ranks, which have to be on one host."""
-        return {GroupRequirement("world", shared=True): 1}
+        return {GroupRequirement("world", via_shared_memory=True): 1}

@@ -42,7 +42,7 @@ class TopK(ErrorFeedback):
         if self.decay != 1.0:
             residual *= self.decay
         layout = ChunkLayout.for_payload(payload.tensor, self.chunk, self.density, self.values)
-        gathered = await comm.all_gather(layout.take_largest(payload.tensor, residual))
+        gathered = await comm.all_gather(layout.encode_largest(payload.tensor, residual))
         total = residual.new_zeros(layout.count, layout.length)
         for part in view_per_rank(gathered, comm.size):
             layout.add(part.clone(), total)  # a clone is aligned
@@ -67,7 +67,7 @@ class ChunkLayout:
         k = math.ceil(density * length)
         return cls(count, length, k, _value_format(values, payload.dtype, k))
 
-    def take_largest(self, payload: Tensor, residual: Tensor) -> Tensor:
+    def encode_largest(self, payload: Tensor, residual: Tensor) -> Tensor:
         """Add `payload` to `residual`, both (numel,), and take the largest values of each chunk out of it.
         Gives the message: values, then indices, as bytes.
         """

@@ -39,7 +39,7 @@ class WireFormat:
         """What the messages of all sums say of a rank's payload."""
         return ()
 
-    def reduction(self, payload: Tensor, residual: Tensor, comm: Communicator) -> "TwoPhaseReduction":
+    def make_reduction(self, payload: Tensor, residual: Tensor, comm: Communicator) -> "TwoPhaseReduction":
         """What computes the reduction of a payload: torch, by the methods above, or kernels."""
         return TwoPhaseReduction(self, payload, residual, comm.rank, comm.size)
 
@@ -88,7 +88,7 @@ class TwoPhaseReduction:
         return self.payload.copy_(total.view(-1)[: self.payload.numel()])
 
 
-class TwoPhase(ErrorFeedback):
+class TwoPhaseAllReduce(ErrorFeedback):
     """All-to-all of encoded shares, sums in fp32 in rank order, all-gather of the encoded sums."""
 
     role = "reducer"
@@ -100,44 +100,44 @@ class TwoPhase(ErrorFeedback):
 
     async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
         residual = self.residual(payload, comm.size)
-        reduction = self.wire_format.reduction(payload.tensor, residual, comm)
+        reduction = self.wire_format.make_reduction(payload.tensor, residual, comm)
         arrived = await comm.all_to_all(reduction.encode())
         gathered = await comm.all_gather(reduction.sum_and_encode(arrived))
         payload.findings.extend(self.wire_format.findings(payload.tensor, gathered))
         return reduction.decode(gathered)
 
 
-class BlockCode(WireFormat):
+class BlockQuantizedFormat(WireFormat):
     """Codes of a few bits, and fp32 scales for each block of values. A message is the codes, then the scales,
     as bytes. A block with a value that is not finite comes out not finite as a whole.
     """
 
     bits: int  # bits of a code
-    scales = 1  # of a block
+    scales_per_block = 1  # of a block
 
     def __init__(self, block: int) -> None:
         self.block = block
 
     @classmethod
-    def hook(cls, block: int) -> TwoPhase:
+    def hook(cls, block: int) -> TwoPhaseAllReduce:
         """The hook that sends these codes, with scales for each `block` values."""
-        return TwoPhase(cls(block))
+        return TwoPhaseAllReduce(cls(block))
 
     def _split_message(self, message: Tensor) -> tuple[Tensor, Tensor]:
         """Codes, uint8, and scales, shape (..., blocks * scales), of a message."""
-        blocks = 8 * message.shape[-1] // (self.bits * self.block + 32 * self.scales)
+        blocks = 8 * message.shape[-1] // (self.bits * self.block + 32 * self.scales_per_block)
         codes_end = -(-blocks * self.block * self.bits // 8)
         scales = message[..., codes_end:].clone(memory_format=torch.contiguous_format)  # aligned
         return message[..., :codes_end], scales.view(torch.float32)
 
 
-class BlockScaled(BlockCode):
-    """A scale for each block of values: its largest magnitude / `largest`.
+class BlockScaledFormat(BlockQuantizedFormat):
+    """A scale for each block of values: its largest magnitude / `largest_code`.
 
     Block-wise quantisation as in Dettmers et al. 2022 (arXiv:2110.02861).
     """
 
-    largest: float  # the largest code
+    largest_code: float  # the largest code
     kernel_format = ""  # name of the format in the kernels: `int8` or `int4`; none if torch computes it
 
     def to_codes(self, scaled: Tensor) -> Tensor:
@@ -148,10 +148,10 @@ class BlockScaled(BlockCode):
         """The values of codes."""
         raise NotImplementedError
 
-    def reduction(self, payload: Tensor, residual: Tensor, comm: Communicator) -> TwoPhaseReduction:
+    def make_reduction(self, payload: Tensor, residual: Tensor, comm: Communicator) -> TwoPhaseReduction:
         has_kernel = self.kernel_format and self.block <= kernels.MAX_BLOCK_SIZE
         if not (has_kernel and kernels.can_handle_tensors(payload, residual)):
-            return super().reduction(payload, residual, comm)
+            return super().make_reduction(payload, residual, comm)
         from ddprun_hooks.builtin.fused import FusedBlockReduction
 
         return FusedBlockReduction(self, payload, residual, comm.rank, comm.size)
@@ -160,9 +160,9 @@ class BlockScaled(BlockCode):
         blocks = x.view(*x.shape[:-1], -1, self.block)
         most = blocks.abs().amax(-1)
         # By a tensor: CUDA multiplies by the reciprocal of a plain number, which rounds otherwise.
-        scales = (most / most.new_full((), self.largest)).float()
+        scales = (most / most.new_full((), self.largest_code)).float()
         divisors = torch.where(scales > 0, scales, torch.ones_like(scales)).to(x.dtype)
-        scaled = (blocks / divisors.unsqueeze(-1)).flatten(-2).clamp_(-self.largest, self.largest)
+        scaled = (blocks / divisors.unsqueeze(-1)).flatten(-2).clamp_(-self.largest_code, self.largest_code)
         return torch.cat([self.to_codes(scaled), scales.view(torch.uint8)], -1)
 
     def decode(self, message: Tensor, dtype: torch.dtype) -> Tensor:
@@ -173,15 +173,15 @@ class BlockScaled(BlockCode):
     def subtract(self, x: Tensor, message: Tensor) -> None:
         x -= self.decode(message, x.dtype)
         scales = self._split_message(message)[1].to(x.dtype)
-        lost = ~torch.isfinite(scales * self.largest)
+        lost = ~torch.isfinite(scales * self.largest_code)
         if not x.is_cpu or bool(lost.any()):  # on a GPU to look would be to wait for it
             x.view(*scales.shape, self.block).masked_fill_(lost.unsqueeze(-1), 0.0)
 
 
-class Int8(BlockScaled):
+class Int8(BlockScaledFormat):
     """The nearest multiples of a 127th of the block's largest."""
 
-    kernel_format, largest, bits = "int8", 127, 8
+    kernel_format, largest_code, bits = "int8", 127, 8
 
     def to_codes(self, scaled: Tensor) -> Tensor:
         return scaled.round_().to(torch.int8).view(torch.uint8)
@@ -190,12 +190,12 @@ class Int8(BlockScaled):
         return codes.view(torch.int8).to(dtype)
 
 
-class Int4(BlockScaled):
+class Int4(BlockScaledFormat):
     """The nearest multiples of a 7th of the block's largest. Two codes that follow each other share a byte:
     the first one has the low bits.
     """
 
-    kernel_format, largest, bits = "int4", 7, 4
+    kernel_format, largest_code, bits = "int4", 7, 4
 
     def to_codes(self, scaled: Tensor) -> Tensor:
         pairs = scaled.round_().to(torch.int8).view(torch.int16)  # the first one in the low byte
@@ -207,14 +207,14 @@ class Int4(BlockScaled):
         return (pairs >> 4).to(dtype)  # a shift that keeps the sign
 
 
-class Int2(BlockCode):
+class Int2(BlockQuantizedFormat):
     """A sign and one of two magnitudes: the means of the block's magnitudes below and above their mean.
 
     This is one step of Lloyd's algorithm for two values (Lloyd 1982, "Least squares quantization in PCM").
     Four codes that follow each other share a byte: the first one has the lowest bits.
     """
 
-    bits, scales = 2, 2
+    bits, scales_per_block = 2, 2
 
     def encode(self, x: Tensor) -> Tensor:
         blocks = x.view(*x.shape[:-1], -1, self.block)
@@ -239,12 +239,12 @@ class Int2(BlockCode):
         return found.view(*message.shape[:-1], -1)
 
 
-class Fp8(BlockScaled):
+class Fp8(BlockScaledFormat):
     """The nearest numbers of e4m3 (arXiv:2209.05433), in units of a 448th of the block's largest. They have 4
     bits of exponent and 3 of significand, from 2^-9 to 448, and no infinity.
     """
 
-    largest, bits = 448, 8
+    largest_code, bits = 448, 8
 
     def to_codes(self, scaled: Tensor) -> Tensor:
         return scaled.to(torch.float8_e4m3fn).view(torch.uint8)

@@ -53,7 +53,7 @@ class Communicator:
         """The ranks of this rank's host, and the ranks of the same index on every host. `host_count` says
         into how many hosts the ranks are split; None: as they were launched.
         """
-        within, across = self.group.splits[host_count]
+        within, across = self.group.splits_by_host_count[host_count]
         return Communicator(within), Communicator(across)
 
     def in_shared_memory(self) -> Communicator:

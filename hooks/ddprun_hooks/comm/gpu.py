@@ -36,10 +36,10 @@ class StreamTimestamp:
         with self._gpu.device_guard():
             return bool(event.query())  # type: ignore[no-untyped-call]
 
-    def set_time(self, us: int) -> None:
+    def resolve_time(self, us: int) -> None:
         """Note when it was; its event serves another one."""
         event, self.us, self._event = self.event, us, None
-        self._gpu.give_back(event)
+        self._gpu.return_event(event)
 
 
 class GpuStreams:
@@ -93,7 +93,7 @@ class GpuStreams:
         event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         return event
 
-    def give_back(self, event: torch.cuda.Event) -> None:
+    def return_event(self, event: torch.cuda.Event) -> None:
         """Keep an event that nobody needs any more for the next one who takes one."""
         self._events.append(event)
 
@@ -106,7 +106,7 @@ class GpuStreams:
         """A future to be completed on the current stream, for which its waiter's own stream then waits."""
         return Future(devices=[self.device])
 
-    def pinned(self, nbytes: int) -> Tensor:
+    def allocate_pinned(self, nbytes: int) -> Tensor:
         """Page-locked host memory, to and from which a GPU copies while it computes: uint8, (nbytes,)."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
@@ -143,14 +143,14 @@ class CopyStream:
         self._moved: list[Tensor] = []
 
     def copy_to_gpu(self, tensor: Tensor) -> Tensor:
-        """Start to copy a tensor, unless it is there; `join_current_stream` comes before it is used."""
+        """Start to copy a tensor, unless it is there; `block_current_stream` comes before it is used."""
         with self._gpu.use_stream(self._stream):
             moved = tensor.to(self._gpu.device, non_blocking=True)
         if moved is not tensor:
             self._moved.append(moved)
         return moved
 
-    def join_current_stream(self) -> None:
+    def block_current_stream(self) -> None:
         """Have the current stream wait for all copies that were started."""
         if self._moved:
             current = self._gpu.current_stream()
@@ -185,7 +185,7 @@ class PinnedStaging:
             target.copy_(source, non_blocking=True)
         return target
 
-    def fence_copies(self) -> None:
+    def block_current_stream(self) -> None:
         """All copies were started; later work of the current stream, which may overwrite, waits for them."""
         self._done.record(self._stream)
         self._gpu.current_stream().wait_event(self._done)
@@ -205,6 +205,6 @@ class PinnedStaging:
         while block < len(self._blocks) and start + nbytes > self._blocks[block].numel():
             block, start = block + 1, 0
         if block == len(self._blocks):
-            self._blocks.append(self._gpu.pinned(max(nbytes, _BLOCK_BYTES)))
+            self._blocks.append(self._gpu.allocate_pinned(max(nbytes, _BLOCK_BYTES)))
         self._next_free = block, -(-(start + nbytes) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         return self._blocks[block][start : start + nbytes]

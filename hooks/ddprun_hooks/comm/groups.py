@@ -13,10 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from ddprun_hooks.comm.observer import NULL_OBSERVER, CollectiveObserver, CollectiveSequence, observed_wait
+from ddprun_hooks.comm.collective_observer import (
+    NULL_OBSERVER,
+    CollectiveObserver,
+    CollectiveSequence,
+    observed_wait,
+)
 from ddprun_hooks.errors import HookSetupError
 from ddprun_hooks.shm.group import ShmGroup
-from ddprun_hooks.shm.progress import progress_thread
+from ddprun_hooks.shm.progress_thread import progress_thread
 from ddprun_hooks.shm.setup import open_shm_groups
 
 
@@ -25,9 +30,9 @@ class GroupRequirement(NamedTuple):
 
     # `world`: all ranks that the stack reduces over. `within`, `across`: the two legs of `hierarchical`.
     # `part`: the groups of a partition, as a sync policy may want them.
-    leg: str
+    scope: str
     hosts: int | None = None  # into how many `hierarchical` splits the ranks; None: as launched
-    shared: bool = False  # through shared memory
+    via_shared_memory: bool = False  # through shared memory
     parts: tuple[tuple[int, ...], ...] = ()  # of the leg `part`: the ranks of each group, each rank once
 
 
@@ -53,7 +58,7 @@ class CollectiveRequest:
     source: int = 0
 
     @property
-    def sends_to_each(self) -> bool:
+    def uses_all_to_all(self) -> bool:
         """Whether each rank sends every other rank its part directly, instead of in a ring or a chain."""
         # Gloo gathers equal lengths only.
         unequal = self.sizes is not None and len(set(self.sizes)) > 1
@@ -78,7 +83,7 @@ class RankGroup:
     shm_groups: Sequence[ShmGroup] = ()
     # For each number of hosts that a hook splits this group into (None: as launched): the ranks of this
     # rank's host, and the ranks of the same index on every host.
-    splits: Mapping[int | None, tuple[RankGroup, RankGroup]] = field(default_factory=dict)
+    splits_by_host_count: Mapping[int | None, tuple[RankGroup, RankGroup]] = field(default_factory=dict)
     # For each partition of this group's ranks: the part with this rank.
     partition_groups: Mapping[tuple[tuple[int, ...], ...], RankGroup] = field(default_factory=dict)
     # Observes the collectives of each round.
@@ -113,7 +118,7 @@ class RankGroup:
         match collective.op:
             case "all_reduce":
                 return group.allreduce([tensor], dist.ReduceOp.SUM)
-            case "all_gather" if not collective.sends_to_each:
+            case "all_gather" if not collective.uses_all_to_all:
                 return group._allgather_base(output, tensor)  # a list would cost NCCL a second copy
             case "all_gather":
                 assert sizes is not None
@@ -152,7 +157,7 @@ class RankGroup:
     def between_hosts_bytes(self, collective: CollectiveRequest) -> int:
         """The part of `wire_bytes` that leaves this rank's host."""
         here, n = self.hosts[self.rank], self.size
-        if collective.sends_to_each and not collective.via_shared_memory:
+        if collective.uses_all_to_all and not collective.via_shared_memory:
             return sum(self._part_bytes(collective, rank) for rank in range(n) if self.hosts[rank] != here)
         leaves = self.hosts[(self.rank + 1) % n] != here
         return self.wire_bytes(collective) if leaves else 0
@@ -222,7 +227,7 @@ def check_placement(placement: RankPlacement, requirements: GroupRequirements) -
     """
     for one in requirements:
         groups = _ranks_by_group(placement, one)
-        if one.shared:
+        if one.via_shared_memory:
             for ranks in groups:
                 check_one_host([placement.hosts[rank] for rank in ranks])
 
@@ -232,16 +237,16 @@ def _ranks_by_group(placement: RankPlacement, wanted: GroupRequirement) -> list[
     are given.
     """
     everybody = list(range(placement.size))
-    if wanted.leg == "world":
+    if wanted.scope == "world":
         return [everybody]
-    if wanted.leg == "part":
+    if wanted.scope == "part":
         if sorted(itertools.chain(*wanted.parts)) != everybody:
             raise HookSetupError(
                 f"a partition of {placement.size} ranks has each of them once: {wanted.parts}"
             )
         return [sorted(ranks) for ranks in wanted.parts]
     blocks = placement.split_by_host(wanted.hosts)
-    return blocks if wanted.leg == "within" else [sorted(ranks) for ranks in zip(*blocks, strict=True)]
+    return blocks if wanted.scope == "within" else [sorted(ranks) for ranks in zip(*blocks, strict=True)]
 
 
 def merge_requirements(requirements: Iterable[GroupRequirements]) -> dict[GroupRequirement, int]:
@@ -253,12 +258,13 @@ def merge_requirements(requirements: Iterable[GroupRequirements]) -> dict[GroupR
     return combined
 
 
-def requirements_of_leg(
+def requirements_in_scope(
     leg: str, requirements: GroupRequirements, host_count: int | None
 ) -> dict[GroupRequirement, int]:
     """What a stack requires among the ranks of this leg only; `host_count` is `GroupRequirement.hosts`."""
     return merge_requirements(
-        {GroupRequirement(leg, host_count, one.shared): rounds} for one, rounds in requirements.items()
+        {GroupRequirement(leg, host_count, one.via_shared_memory): rounds}
+        for one, rounds in requirements.items()
     )
 
 
@@ -273,7 +279,7 @@ class GroupFactory:
     all_gather_bytes: Callable[[bytes], Sequence[bytes]]  # gives every rank's bytes
     timeout_s: float
     observer: CollectiveObserver = NULL_OBSERVER  # sees every collective
-    shares_process_groups: bool = False  # all rounds of a group have one process group
+    one_group_for_all_rounds: bool = False  # all rounds of a group have one process group
 
     def make_group(
         self, name: str, requirements: GroupRequirements, existing: Sequence[Any] = ()
@@ -287,7 +293,7 @@ class GroupFactory:
         make = partial(self._make_own_group, requirements)
         splits, partition_groups = {}, {}
         prefix = "" if name == "world" else f"{name} "
-        host_counts = {one.hosts for one in requirements if one.leg in ("within", "across")}
+        host_counts = {one.hosts for one in requirements if one.scope in ("within", "across")}
         for host_count in sorted(host_counts, key=lambda count: count or 0):
             tag = "" if host_count is None else f"/{host_count}"
             within = make(f"{prefix}within{tag}", GroupRequirement("within", host_count))
@@ -295,7 +301,7 @@ class GroupFactory:
         for number, parts in enumerate(sorted({one.parts for one in requirements if one.parts})):
             partition_groups[parts] = make(f"{prefix}part/{number}", GroupRequirement("part", parts=parts))
         world = make(name, GroupRequirement("world"), existing)
-        return replace(world, splits=splits, partition_groups=partition_groups)
+        return replace(world, splits_by_host_count=splits, partition_groups=partition_groups)
 
     def _make_own_group(
         self,
@@ -308,8 +314,11 @@ class GroupFactory:
         groups = _ranks_by_group(self.placement, wanted)
         mine = next(ranks for ranks in groups if self.placement.rank in ranks)
         rank = mine.index(self.placement.rank)
-        needed, shared = requirements.get(wanted, 0), requirements.get(wanted._replace(shared=True), 0)
-        different = min(needed, 1) if self.shares_process_groups else needed  # process groups
+        needed, shared = (
+            requirements.get(wanted, 0),
+            requirements.get(wanted._replace(via_shared_memory=True), 0),
+        )
+        different = min(needed, 1) if self.one_group_for_all_rounds else needed  # process groups
         process_groups, shm_groups = [*existing], []
         for index in range(len(process_groups), different):
             made = {
@@ -356,7 +365,7 @@ def check_one_host(hosts: Sequence[str]) -> None:
 
 def check_shared_memory_device(device: torch.device, requirements: Iterable[GroupRequirement]) -> None:
     """Raise HookSetupError for shared memory where tensors are on a GPU."""
-    if device.type == "cuda" and any(one.shared for one in requirements):
+    if device.type == "cuda" and any(one.via_shared_memory for one in requirements):
         raise HookSetupError(
             '"shared_memory" sums tensors on the CPU, and these are on a GPU: remove the hook, NCCL uses '
             "shared memory by itself; or run on the CPU"

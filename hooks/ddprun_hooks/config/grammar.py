@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from ddprun_hooks.config.messages import allowed_values
-from ddprun_hooks.config.options import BUILT_IN, Role, parse_spec
+from ddprun_hooks.config.options import BUILT_IN_HOOKS, Role, parse_hook_spec
 
-CASTS = frozenset({"fp16", "bf16"})
-CODES = frozenset({"int8", "int4", "int2", "fp8", "auto_bits"})
-ALLOWED_WITHIN = CASTS | {"shared_memory"}  # hooks that "within" takes
-LEVELS = ("within", "across")  # of `hierarchical`: inside a host, and between hosts
+CAST_HOOKS = frozenset({"fp16", "bf16"})
+QUANTIZING_HOOKS = frozenset({"int8", "int4", "int2", "fp8", "auto_bits"})
+ALLOWED_WITHIN = CAST_HOOKS | {"shared_memory"}  # hooks that "within" takes
+HIERARCHICAL_LEVELS = ("within", "across")  # of `hierarchical`: inside a host, and between hosts
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class StackEntry:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def sends_own_type(self) -> bool:
+    def sends_fixed_dtype(self) -> bool:
         """It sends the same type, whatever it gets."""
-        return self.name in CODES or (self.name == "topk" and bool(self.options.get("values")))
+        return self.name in QUANTIZING_HOOKS or (self.name == "topk" and bool(self.options.get("values")))
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class StackProblem:
 
 def make_stack_entry(name: str, options: Mapping[str, Any] | None = None) -> StackEntry:
     """The hook of a name and options, without importing anything."""
-    built_in = BUILT_IN.get(name)
+    built_in = BUILT_IN_HOOKS.get(name)
     inner_stacks: dict[str, tuple[StackEntry, ...]] = {}
     if name == "hierarchical":
         inner_stacks = {
-            level: tuple(make_stack_entry(*parse_spec(spec)) for spec in (options or {}).get(level, ()))
-            for level in LEVELS
+            level: tuple(make_stack_entry(*parse_hook_spec(spec)) for spec in (options or {}).get(level, ()))
+            for level in HIERARCHICAL_LEVELS
         }
-    role = built_in.role_with(options or {}) if built_in else None
+    role = built_in.role_for_options(options or {}) if built_in else None
     return StackEntry(name, role, inner_stacks, options or {})
 
 
@@ -63,8 +63,8 @@ def _problems(
     reducer: str | None = None
     for index, hook in enumerate(stack):
         here, name = (*path, index), hook.name
-        casts = [other for other in previous_names if other in CASTS]
-        if reason := _level_refusal(level, hook):
+        casts = [other for other in previous_names if other in CAST_HOOKS]
+        if reason := _why_not_allowed_in_level(level, hook):
             yield StackProblem(here, f'"{name}" is not allowed in "{level}"{reason}')
             continue
         if hook.role not in (None, *get_args(Role)):
@@ -76,16 +76,16 @@ def _problems(
             )
         elif name in previous_names and hook.role == "codec":
             why = "the second has no effect; remove one"
-            if name not in BUILT_IN:
+            if name not in BUILT_IN_HOOKS:
                 why = "hooks keep their state by name; remove or rename one"
             yield StackProblem(here, f'"{name}" is in this stack twice; {why}')
-        elif name in CASTS and casts:
+        elif name in CAST_HOOKS and casts:
             yield StackProblem(here, f'"{name}" comes after "{casts[0]}": one cast is enough; remove one')
         elif reducer is not None:
-            which = 'which with "accumulate"' if reducer in CASTS else "which"
+            which = 'which with "accumulate"' if reducer in CAST_HOOKS else "which"
             text = f'"{name}" comes after "{reducer}", {which} ends the stack: a stack is codecs first, '
             yield StackProblem(here, f"{text}then at most one reducer; move or remove one of the two")
-        elif hook.sends_own_type and casts:
+        elif hook.sends_fixed_dtype and casts:
             text = f'"{casts[0]}" saves nothing before "{name}", which sends its own type; remove the cast'
             yield StackProblem(here, text, "warning")
         elif name == "topk" and hook.options.get("decay", 1) != 1 and "powersgd" in previous_names:
@@ -98,13 +98,13 @@ def _problems(
         previous_names = (*previous_names, name)
 
 
-def _level_refusal(level: str, hook: StackEntry) -> str | None:
+def _why_not_allowed_in_level(level: str, hook: StackEntry) -> str | None:
     """Why a hook is not allowed in a level of `hierarchical`; None if it is."""
     name = hook.name
     if level == "within" and name not in ALLOWED_WITHIN:
         hint = "remove it" if name in ("hierarchical", "noop") else 'move it to "across"'
         return f", which takes fp16, bf16 and shared_memory only; {hint}"
-    if level == "within" and name in CASTS and hook.role == "reducer":
+    if level == "within" and name in CAST_HOOKS and hook.role == "reducer":
         return ' with "accumulate": inside a host, 16-bit sums are computed in fp32 anyway; remove it'
     if level == "across" and name == "hierarchical":
         return ": there are only two levels, inside hosts and between them; remove it"

@@ -26,7 +26,7 @@ def import_trusted(name: str, expected: trust.ExpectedObject | None = None) -> A
         raise ImportPathError(f'"{name}" is not an import path such as package.module.Name')
     trust_policy = trust.read_trust_policy()
     kind = expected.kind if expected is not None else ""
-    trust_policy.admit_name(name, kind)
+    trust_policy.check_name(name, kind)
     for length in range(len(parts) - 1, 0, -1):
         where = ".".join(parts[:length])
         try:
@@ -40,12 +40,12 @@ def import_trusted(name: str, expected: trust.ExpectedObject | None = None) -> A
     else:
         raise ImportPathError(f'no module is named "{parts[0]}"')
     for part in parts[length:]:
-        trust_policy.admit_attribute(found, where, part, kind)
+        trust_policy.check_attribute(found, where, part, kind)
         if not hasattr(found, part):
             suggestion = closest_match(part, dir(found))
             raise ImportPathError(format_message(f'"{where}" has no "{part}"', suggestion=suggestion))
         found, where = getattr(found, part), f"{where}.{part}"
-    trust_policy.admit(name, found, expected)
+    trust_policy.check_object(name, found, expected)
     return found
 
 

@@ -58,7 +58,7 @@ def format_message(problem: str, allowed: str | None = None, suggestion: str | N
     return f'{text} (did you mean "{suggestion}"?)' if suggestion else text
 
 
-def unknown_option(owner: str, key: str, known: Sequence[str]) -> MessageParts:
+def unknown_option_parts(owner: str, key: str, known: Sequence[str]) -> MessageParts:
     if not known:
         return f'{owner} takes no options, got "{key}"', "remove it", None
     return f'{owner} has no option "{key}"', allowed_values(known), closest_match(key, known)
@@ -94,17 +94,19 @@ def problem(
     shown at the value that is being validated, or `at` a place below it; `on_key`: at the key there.
     """
     context = {"problem": text, "allowed": allowed, "suggestion": suggestion, "on_key": on_key}
-    return _error("{problem}", context, at)
+    return _make_validation_error("{problem}", context, at)
 
 
 def expected(
     wanted: str, allowed: str | None = None, *, at: str | KeyPath = (), got: Any = None
 ) -> ValidationError:
     """An error that says `expected …, got …`; of a pipeline, what was got is shown as the file has it."""
-    return _error("expected {wanted}", {"wanted": wanted, "allowed": allowed}, at, got)
+    return _make_validation_error("expected {wanted}", {"wanted": wanted, "allowed": allowed}, at, got)
 
 
-def _error(text: Any, context: dict[str, Any], at: str | KeyPath, got: Any = None) -> ValidationError:
+def _make_validation_error(
+    text: Any, context: dict[str, Any], at: str | KeyPath, got: Any = None
+) -> ValidationError:
     loc: KeyPath = (at,) if isinstance(at, str) else at
     details = InitErrorDetails(type=PydanticCustomError(OWN_ERROR_TYPE, text, context), loc=loc, input=got)
     return ValidationError.from_exception_data("pipeline", [details])
@@ -142,7 +144,7 @@ def error_message_parts(item: ErrorDetails, got: str) -> MessageParts:
     return item["msg"][:1].lower() + item["msg"][1:], None, None
 
 
-def option_errors(error: ValidationError, at: str, models: Mapping[str, type[BaseModel]]) -> list[str]:
+def format_option_errors(error: ValidationError, at: str, models: Mapping[str, type[BaseModel]]) -> list[str]:
     """Pydantic's errors about the options of a choice at a path: `hooks[0].topk.density: must be …`. The
     errors' own paths begin with the choice's name; `models` has the options of each choice.
     """
@@ -152,7 +154,7 @@ def option_errors(error: ValidationError, at: str, models: Mapping[str, type[Bas
         parts = error_message_parts(item, describe_value(item["input"]))
         if item["type"] == "extra_forbidden":
             owner, key = str(path[-2]), str(path[-1])
-            parts = unknown_option(owner, key, list(models[owner].model_fields))
+            parts = unknown_option_parts(owner, key, list(models[owner].model_fields))
         where = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
         lines.append(f"{at}{where}: {format_message(*parts)}")
     return lines

@@ -51,21 +51,21 @@ class HookOptions(BaseModel):
         super().__init_subclass__()
         if name:
             cls.role, cls.implementation = role, implementation
-            BUILT_IN[name] = cls
+            BUILT_IN_HOOKS[name] = cls
 
     @classmethod
-    def role_with(cls, options: Mapping[str, Any]) -> Role:
+    def role_for_options(cls, options: Mapping[str, Any]) -> Role:
         return cls.role
 
 
-BUILT_IN: dict[str, type[HookOptions]] = {}
+BUILT_IN_HOOKS: dict[str, type[HookOptions]] = {}
 """Every built-in hook by its name in a pipeline. Plain all-reduce has no name: it ends every stack that
 names no reducer."""
 
 ENTRY_POINT_GROUP = "ddprun.hooks"
 
 
-def parse_spec(spec: Any, known: Callable[[], list[str]] | None = None) -> tuple[str, dict[str, Any]]:
+def parse_hook_spec(spec: Any, known: Callable[[], list[str]] | None = None) -> tuple[str, dict[str, Any]]:
     """Name and options of `name` or `{name: options}`, not checked; ValidationError lists what is `known`."""
     if isinstance(spec, str):
         return spec, {}
@@ -80,12 +80,12 @@ def parse_spec(spec: Any, known: Callable[[], list[str]] | None = None) -> tuple
     return name, dict(options or {})
 
 
-def read_hook(spec: Any) -> tuple[str, dict[str, Any]]:
+def validate_hook_spec(spec: Any) -> tuple[str, dict[str, Any]]:
     """Name and options of a hook, a built-in one's checked and complete; raises ValidationError by place."""
-    name, options = parse_spec(spec)
-    if name in BUILT_IN:
+    name, options = parse_hook_spec(spec)
+    if name in BUILT_IN_HOOKS:
         try:
-            return name, BUILT_IN[name].model_validate(options).model_dump(mode="json")
+            return name, BUILT_IN_HOOKS[name].model_validate(options).model_dump(mode="json")
         except ValidationError as error:
             raise combine([error], at=(name,)) from None
     if "." not in name and name not in installed_hook_names():
@@ -93,13 +93,15 @@ def read_hook(spec: Any) -> tuple[str, dict[str, Any]]:
     return name, options
 
 
-def _read_level_stack(value: Any, info: ValidationInfo) -> tuple[HookSpec, ...]:
+def _validate_level_stack(value: Any, info: ValidationInfo) -> tuple[HookSpec, ...]:
     """Read the hooks of one level; each fault has its place in the list. The reader of pipeline files has a
     `read_hook` of its own in the validation's context.
     """
     if not isinstance(value, list | tuple):
         raise expected("a list", got=value)
-    read: Callable[[Any], tuple[str, Mapping[str, Any]]] = (info.context or {}).get("read_hook", read_hook)
+    read: Callable[[Any], tuple[str, Mapping[str, Any]]] = (info.context or {}).get(
+        "read_hook", validate_hook_spec
+    )
     hooks: list[HookSpec] = []
     errors: list[ValidationError] = []
     for index, spec in enumerate(value):
@@ -115,7 +117,7 @@ def _read_level_stack(value: Any, info: ValidationInfo) -> tuple[HookSpec, ...]:
 
 LevelStack = Annotated[
     tuple[HookSpec, ...],
-    PlainValidator(_read_level_stack),
+    PlainValidator(_validate_level_stack),
     PlainSerializer(list),
     WithJsonSchema({"type": "array", "items": {"definition": "hook"}}),
 ]
@@ -128,7 +130,7 @@ def installed_hook_names() -> list[str]:
 
 
 def unknown_hook_message(name: str) -> str:
-    known = [*BUILT_IN, *installed_hook_names()]
+    known = [*BUILT_IN_HOOKS, *installed_hook_names()]
     allowed = allowed_values([*known, "or an import path such as package.module.name"])
     return format_message(f'unknown hook "{name}"', allowed, closest_match(name, known))
 
@@ -144,7 +146,7 @@ class _CastOptions(HookOptions):
         return {key: value for key, value in dump(self).items() if value is not None}
 
     @classmethod
-    def role_with(cls, options: Mapping[str, Any]) -> Role:
+    def role_for_options(cls, options: Mapping[str, Any]) -> Role:
         return "reducer" if options.get("accumulate") else cls.role
 
 

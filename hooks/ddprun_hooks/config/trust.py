@@ -28,7 +28,7 @@ FOLDER_PREFIX = "./"  # before a package in `DDPRUN_TRUSTED`: it may come from t
 
 # Kinds of choices that are called with the file's options and nothing else, so that a method's `self` is one
 # of these; "" are objects in options. Methods of other kinds would be called on the model, or a batch.
-_CALLED_WITH_OPTIONS = ("", "model", "data")
+_KINDS_CALLED_WITH_OPTIONS = ("", "model", "data")
 _IS_METHOD_TEXT = "is a method, which is called on an object"
 _METHOD_ALTERNATIVES_TEXT = (
     "name a class, a function (such as one that calls it), or a class method or static method"
@@ -88,7 +88,7 @@ _ALLOWED_NAMES = (
 )
 
 # Packages of which open places may be named and nothing else.
-WELL_KNOWN = frozenset(place.package for place in _ALLOWED_NAMES)
+WELL_KNOWN_PACKAGES = frozenset(place.package for place in _ALLOWED_NAMES)
 
 
 class UntrustedError(ImportPathError):
@@ -146,25 +146,26 @@ class TrustPolicy:
         if not any(f"{name}.".startswith(f"{prefix}.") for prefix in self.prefixes):
             known = {prefix.partition(".")[0] for prefix in self.prefixes}
             return "it is not trusted" if root in known else f'"{root}" is not trusted'
-        return _well_known_refusal(name, kind) if root in WELL_KNOWN else None
+        return _why_not_allowed_in_package(name, kind) if root in WELL_KNOWN_PACKAGES else None
 
-    def written_name_refusal(self, name: str, kind: str = "") -> str | None:
+    def why_not_importable(self, name: str, kind: str = "") -> str | None:
         """Why a name that a user wrote may not be imported, as far as it tells by itself; None if it may."""
         if self.restricts_imports and any(part.startswith("_") for part in name.split(".")):
             return "a part that begins with _ is private"
         return self.why_not_trusted(name, kind)
 
-    def admit_name(self, name: str, kind: str = "") -> None:
+    def check_name(self, name: str, kind: str = "") -> None:
         """Judge a name before anything is imported: raises UntrustedError if it is not trusted."""
-        if reason := self.written_name_refusal(name, kind):
+        if reason := self.why_not_importable(name, kind):
             raise UntrustedError(f'"{name}" may not be imported: {reason}', self.allowed_message())
 
-    def admit_attribute(self, owner: Any, where: str, part: str, kind: str = "") -> None:
+    def check_attribute(self, owner: Any, where: str, part: str, kind: str = "") -> None:
         """Judge one step of a name beyond the module that was imported, before the step is taken: from
         `owner`, to which the name `where` has led, to its attribute `part`.
 
         A name goes through modules and classes. It ends at a method that is called on an object only where
-        the object is an option (`_CALLED_WITH_OPTIONS`): `mutate: Model.save` would be called with the model.
+        the object is an option (`_KINDS_CALLED_WITH_OPTIONS`): `mutate: Model.save` would be called with the
+        model.
 
         Raises UntrustedError if `owner` is another module than the name says and not trusted, or neither
         module nor class; or if the attribute is a method and cannot be one.
@@ -185,21 +186,21 @@ class TrustPolicy:
                 _METHOD_ALTERNATIVES_TEXT,
             )
         elif isinstance(inspect.getattr_static(owner, part, None), types.FunctionType):
-            self._admit_origins(f"{where}.{part}", getattr(owner, part), kind)
-            if kind not in _CALLED_WITH_OPTIONS:
+            self._check_origins(f"{where}.{part}", getattr(owner, part), kind)
+            if kind not in _KINDS_CALLED_WITH_OPTIONS:
                 raise UntrustedError(f'"{where}.{part}" {_IS_METHOD_TEXT}', _METHOD_ALTERNATIVES_TEXT)
 
-    def admit(self, name: str, found: Any, expected: ExpectedObject | None) -> None:
+    def check_object(self, name: str, found: Any, expected: ExpectedObject | None) -> None:
         """Judge the object that a name has led to: raises UntrustedError by its origin and its kind."""
         if not self.restricts_imports:
             return
-        self._admit_origins(name, found, expected.kind if expected is not None else "")
+        self._check_origins(name, found, expected.kind if expected is not None else "")
         if isinstance(found, types.MethodType) and not isinstance(found.__self__, type):
             raise UntrustedError(f'"{name}" {_IS_METHOD_TEXT}', _METHOD_ALTERNATIVES_TEXT)
         if expected is not None and not _is_of_kind(found, expected):
             raise UntrustedError(f'"{name}" is {next(callable_full_names(found))}', expected.description)
 
-    def _admit_origins(self, name: str, found: Any, kind: str = "") -> None:
+    def _check_origins(self, name: str, found: Any, kind: str = "") -> None:
         for origin in callable_full_names(found):
             if reason := self.why_not_trusted(origin, kind):
                 raise UntrustedError(f'"{name}" is {origin}: {reason}', self.allowed_message())
@@ -282,7 +283,7 @@ def _is_of_kind(found: Any, expected: ExpectedObject) -> bool:
     return issubclass(returned, expected.returns)
 
 
-def _well_known_refusal(name: str, kind: str) -> str | None:
+def _why_not_allowed_in_package(name: str, kind: str) -> str | None:
     """Why something of a well-known package may not be named; None if it may."""
     root = name.partition(".")[0]
     allowed = [one for one in _ALLOWED_NAMES if one.package == root and (not kind or kind in one.kinds)]

@@ -3,10 +3,10 @@
 Each value is read once and written once: a program has a tile of whole blocks in its registers, and finds
 there the largest value of each block, the codes, and what they lack.
 
-Arithmetic is that of `ddprun_hooks.builtin.two_phase.BlockScaled`, operation by operation, in fp32: divisions
-are rounded to the nearest, no product is fused with a sum, and denormal numbers are kept. The bits are the
-same, with one exception: the codes of a block that is not finite may be others. It comes out as not finite
-either way. Arguments in upper case are fixed when a kernel is compiled.
+Arithmetic is that of `ddprun_hooks.builtin.two_phase.BlockScaledFormat`, operation by operation, in fp32:
+divisions are rounded to the nearest, no product is fused with a sum, and denormal numbers are kept. The bits
+are the same, with one exception: the codes of a block that is not finite may be others. It comes out as not
+finite either way. Arguments in upper case are fixed when a kernel is compiled.
 """
 
 import triton
@@ -50,7 +50,7 @@ def _encode_tile(payload, residual, message, numel, blocks_per_share, FORMAT, BL
     x = _load_fp32(payload + start + at, mask) + _load_fp32(residual, mask)
     codes, scales, left = _quantise(x, FORMAT)
     tl.store(residual, left, mask)
-    _store(message, codes, scales, first, share, blocks_per_share, FORMAT, BLOCK, COLS, ROWS, WHOLE)
+    _store_codes(message, codes, scales, first, share, blocks_per_share, FORMAT, BLOCK, COLS, ROWS, WHOLE)
 
 
 @triton.jit(do_not_specialize=["ranks", "numel", "blocks_per_share"])
@@ -88,7 +88,7 @@ def _sum_and_encode_tile(
     for rank in range(1, ranks):
         total += _load_decoded(arrived, first, rank, blocks_per_share, FORMAT, BLOCK, COLS, ROWS, WHOLE)
     codes, scales, left = _quantise(total, FORMAT)
-    _store(message, codes, scales, first, 0, blocks_per_share, FORMAT, BLOCK, COLS, ROWS, WHOLE)
+    _store_codes(message, codes, scales, first, 0, blocks_per_share, FORMAT, BLOCK, COLS, ROWS, WHOLE)
     start = first.to(tl.int64) * BLOCK
     at = _tile_offsets(ROWS, BLOCK, COLS)
     mask = None if WHOLE else _tile_mask(first, blocks_per_share, ROWS, BLOCK, COLS) & (at < numel - start)
@@ -170,7 +170,7 @@ def _quantise(x, FORMAT):
 
 
 @triton.jit
-def _store(message, codes, scales, first, share, blocks_per_share, FORMAT, BLOCK, COLS, ROWS, WHOLE):
+def _store_codes(message, codes, scales, first, share, blocks_per_share, FORMAT, BLOCK, COLS, ROWS, WHOLE):
     """Write codes and scales of a tile into a share of a message."""
     packed: tl.constexpr = 2 if FORMAT == "int4" else 1  # in a byte
     if packed == 2:

@@ -84,13 +84,13 @@ class ShmGroup:
         self._memory = memory
         self._peers = tuple(peers)
         self._timeout_s = timeout_s
-        self._plans: dict[tuple[torch.dtype, int | tuple[int, ...]], _TransferPlan] = {}
+        self._plans: dict[tuple[torch.dtype, int | tuple[int, ...]], _ChunkPlan] = {}
         self._scratch: dict[tuple[torch.dtype, int], Tensor] = {}
 
     def all_reduce(self, tensor: Tensor) -> ShmOperation:
         """Sum `tensor` (any shape) over the ranks, in place."""
         flat = tensor.detach().view(-1)
-        plan = self._transfer_plan(flat.dtype, flat.numel())
+        plan = self._cached_chunk_plan(flat.dtype, flat.numel())
         chunks, rank = plan.split_to_chunks(flat), self.rank
         # A piece is summed as the next is put in: one barrier more than pieces, not twice as many.
         for turn in range(len(plan.pieces) + 1 if plan.pieces else 0):
@@ -111,7 +111,7 @@ class ShmGroup:
     def reduce_scatter(self, tensor: Tensor, sizes: Sequence[int], output: Tensor) -> ShmOperation:
         """Sum parts of `tensor`, (sum(sizes),), into `output`, (sizes[rank],), maybe its part of `tensor`."""
         tensor, output = tensor.detach(), output.detach()
-        plan = self._transfer_plan(tensor.dtype, tuple(sizes))
+        plan = self._cached_chunk_plan(tensor.dtype, tuple(sizes))
         chunks, rank = plan.split_to_chunks(tensor), self.rank
         outputs = plan.split_part(output, rank)
         for turn, piece in enumerate(plan.pieces):
@@ -127,7 +127,7 @@ class ShmGroup:
         tensor, output = tensor.detach(), output.detach()
         rank, start = self.rank, sum(sizes[: self.rank])
         output[start : start + sizes[rank]].copy_(tensor)
-        plan = self._transfer_plan(tensor.dtype, tuple(sizes))
+        plan = self._cached_chunk_plan(tensor.dtype, tuple(sizes))
         chunks = plan.split_to_chunks(output)
         for turn, piece in enumerate(plan.pieces):
             half = self.phase & 1
@@ -198,7 +198,7 @@ class ShmGroup:
             scratch = self._scratch[dtype, index] = torch.empty(numel, dtype=dtype)
         return scratch[:numel]
 
-    def _transfer_plan(self, dtype: torch.dtype, sizes: int | tuple[int, ...]) -> "_TransferPlan":
+    def _cached_chunk_plan(self, dtype: torch.dtype, sizes: int | tuple[int, ...]) -> "_ChunkPlan":
         """How to carry parts of `sizes`, or a tensor of that many elements in parts nearly equal."""
         plan = self._plans.get((dtype, sizes))
         if plan is None:
@@ -206,11 +206,11 @@ class ShmGroup:
                 self._plans.clear()
             memory = self._memory.view(dtype)
             parts = _part_sizes(sizes, self.size, memory.element_size()) if isinstance(sizes, int) else sizes
-            plan = self._plans[dtype, sizes] = _TransferPlan(self.rank, parts, memory)
+            plan = self._plans[dtype, sizes] = _ChunkPlan(self.rank, parts, memory)
         return plan
 
 
-class _TransferPlan:
+class _ChunkPlan:
     """How tensors of one length travel: each part is cut into chunks, and the i-th chunks of all parts are
     piece i, which fits into a slot. `memory` is (2, size, elements of a slot).
     """
@@ -222,13 +222,13 @@ class _TransferPlan:
         count = -(-sum(sizes) // room)
         # Elements of each part's chunks but the last.
         self.chunk_sizes = [round_up(-(-size // max(count, 1)), align) for size in sizes]
-        self.pieces: list[_PieceViews] = []
+        self.pieces: list[_ChunkViews] = []
         for turn in range(count):
             lengths = [
                 max(0, min(chunk_size, size - turn * chunk_size))
                 for chunk_size, size in zip(self.chunk_sizes, sizes, strict=True)
             ]
-            self.pieces.append(_PieceViews(rank, self.chunk_sizes, lengths, memory))
+            self.pieces.append(_ChunkViews(rank, self.chunk_sizes, lengths, memory))
 
     def split_to_chunks(self, tensor: Tensor) -> list[Sequence[Tensor]]:
         """The chunks of each part of `tensor` (sum(sizes),)."""
@@ -241,7 +241,7 @@ class _TransferPlan:
         return (part,) if part.numel() <= chunk_size else torch.split(part, chunk_size)
 
 
-class _PieceViews:
+class _ChunkViews:
     """Where a piece lies in memory; everything but `lengths` for each half."""
 
     __slots__ = ("incoming_parts", "lengths", "outgoing_parts", "own_part", "result_parts")

@@ -1,3 +1,3 @@
 """Checkpoints on disk: written atomically with hashes; nothing in one is ever executed. What they hold is in
-`engine/state.py`.
+`engine/checkpoint_state.py`.
 """

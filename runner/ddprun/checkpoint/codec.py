@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ddprun.run_files import describe_invalid, open_file
+from ddprun.run_files import describe_read_error, open_file
 from ddprun_hooks.comm.gpu import PinnedStaging
 
 _TAG = "$"
@@ -39,7 +39,7 @@ class EncodedState:
     tensors: dict[str, Tensor]
 
 
-def encode(
+def encode_state(
     state: Mapping[str, Any], *, copy: bool = True, staged: PinnedStaging | None = None
 ) -> EncodedState:
     """Encode nested mappings, lists, tuples, numbers, text, None and tensors; raises UnstorableError for
@@ -47,7 +47,7 @@ def encode(
     it a GPU is waited for, tensor by tensor.
     """
     tensors: dict[str, Tensor] = {}
-    tree = {key: _encode(value, key, tensors) for key, value in state.items()}
+    tree = {key: _encode_value(value, key, tensors) for key, value in state.items()}
     copies: dict[str, Tensor] = {}
     for name, value in tensors.items() if copy else ():
         if staged is not None and value.device.type != "cpu":
@@ -57,15 +57,15 @@ def encode(
     return EncodedState(tree, copies)
 
 
-def decode(tree: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Invert `encode`; raises ValueError if a tensor is missing or does not fit, or a tag is unknown."""
+def decode_state(tree: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Invert `encode_state`; raises ValueError if a tensor is missing or misfit, or a tag is unknown."""
     try:
-        return {key: _decode(value, tensors) for key, value in tree.items()}
+        return {key: _decode_value(value, tensors) for key, value in tree.items()}
     except (KeyError, TypeError, ValueError, RuntimeError) as error:  # RuntimeError: torch's, of a tensor
         raise ValueError(f"the state is inconsistent: {str(error) or type(error).__name__}") from None
 
 
-def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+def _encode_value(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
         return _encode_tensor(value, path, tensors)
     if isinstance(value, np.generic):
@@ -75,18 +75,21 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if type(value) is float:
         return value if math.isfinite(value) else {_TAG: "float", "value": repr(value)}
     if isinstance(value, list):
-        return [_encode(item, f"{path}/{index}", tensors) for index, item in enumerate(value)]
+        return [_encode_value(item, f"{path}/{index}", tensors) for index, item in enumerate(value)]
     if isinstance(value, tuple):
-        return {_TAG: "tuple", "items": _encode(list(value), path, tensors)}
+        return {_TAG: "tuple", "items": _encode_value(list(value), path, tensors)}
     if isinstance(value, Counter):
-        return {_TAG: "counter", "items": _encode(list(value.items()), path, tensors)}
+        return {_TAG: "counter", "items": _encode_value(list(value.items()), path, tensors)}
     if type(value) not in (dict, OrderedDict, defaultdict):
         name = torch.typename(type(value))
         raise UnstorableError(f"{path.replace('/', '.')} is of type {name}, which a checkpoint cannot hold")
-    items = {key: _encode(item, f"{path}/{key}", tensors) for key, item in value.items()}
+    items = {key: _encode_value(item, f"{path}/{key}", tensors) for key, item in value.items()}
     if all(isinstance(key, str) for key in items) and _TAG not in items:
         return items
-    return {_TAG: "mapping", "items": [[_encode(key, path, tensors), item] for key, item in items.items()]}
+    return {
+        _TAG: "mapping",
+        "items": [[_encode_value(key, path, tensors), item] for key, item in items.items()],
+    }
 
 
 def _encode_tensor(value: Tensor, path: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -107,31 +110,31 @@ def _encode_tensor(value: Tensor, path: str, tensors: dict[str, Tensor]) -> dict
     return {_TAG: "tensor", "name": name}
 
 
-def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _decode_value(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(value, list):
-        return [_decode(item, tensors) for item in value]
+        return [_decode_value(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
     if _TAG not in value:
-        return {key: _decode(item, tensors) for key, item in value.items()}
+        return {key: _decode_value(item, tensors) for key, item in value.items()}
     match value[_TAG]:
         case "tensor":
             return tensors[value["name"]]
         case "complex":
             return torch.view_as_complex(tensors[value["name"]])
         case "sparse":
-            parts, flag = _decode(value["parts"], tensors), value["coalesced"]
+            parts, flag = _decode_value(value["parts"], tensors), value["coalesced"]
             return torch.sparse_coo_tensor(
                 **parts, size=value["shape"], is_coalesced=flag, check_invariants=True
             )
         case "float":
             return float(value["value"])
         case "tuple":
-            return tuple(_decode(value["items"], tensors))
+            return tuple(_decode_value(value["items"], tensors))
         case "counter":
-            return Counter(dict(_decode(value["items"], tensors)))
+            return Counter(dict(_decode_value(value["items"], tensors)))
         case "mapping":
-            return dict(_decode(value["items"], tensors))
+            return dict(_decode_value(value["items"], tensors))
         case tag:
             raise ValueError(f"unknown tag {tag!r}")
 
@@ -173,5 +176,5 @@ def errors_naming(path: Path) -> Iterator[None]:
         raise
     except ValueError as error:
         # What a hostile file says: one printable line, and not endless.
-        first, *_ = describe_invalid(error).splitlines() or [""]
+        first, *_ = describe_read_error(error).splitlines() or [""]
         raise DamagedError(f"{path}: {first[:200].encode('unicode_escape').decode('ascii')}") from None

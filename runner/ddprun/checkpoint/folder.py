@@ -28,16 +28,16 @@ from pydantic import BaseModel, Field, PositiveInt
 from ddprun.checkpoint.codec import (
     DamagedError,
     EncodedState,
-    decode,
+    decode_state,
     errors_naming,
     read_tensors,
     write_tensors,
 )
 from ddprun.run_files import open_file, read_json_object
-from ddprun_hooks.comm.control import ControlChannel
+from ddprun_hooks.comm.control_channel import ControlChannel
 
 CHECKPOINTS_FOLDER = "checkpoints"  # in the folder of a run
-VERSION = 9
+MANIFEST_VERSION = 9
 _CHUNK_BYTES = 64 << 20
 MANIFEST = "manifest.json"
 
@@ -63,11 +63,11 @@ class Checkpoint(BaseModel, strict=True, frozen=True):
     step: int  # optimizer steps of the run when it was taken
     world_size: PositiveInt
     nonfinite: str | None  # a parameter or optimizer state; None: all is finite
-    layout: str  # how hooks' state is divided among ranks (`state.hook_state_partitioning`)
+    layout: str  # how hooks' state is divided among ranks (`state.hook_state_partitioning_key`)
     files: FileRecords
 
     @property
-    def no_follow_root(self) -> Path:
+    def run_dir(self) -> Path:
         """No link is followed in this folder, which is the run's."""
         return self.path.parent.parent
 
@@ -99,14 +99,14 @@ def file_names(parts: Iterable[str]) -> list[str]:
     return [f"{name}.{suffix}" for name in parts for suffix in _FILE_SUFFIXES]
 
 
-def unfinished_path(root: Path, step: int, token: str) -> Path:
+def unfinished_checkpoint_path(root: Path, step: int, token: str) -> Path:
     """Where the ranks write a checkpoint; `token` is the same on all of them, and another in each attempt."""
     return root / f".{checkpoint_name(step)}.{token}"
 
 
 def write_part(folder: Path, name: str, state: EncodedState) -> FileRecords:
     """Write state as the two files of a part, in a folder made if need be, and to disk; raises OSError."""
-    make_folder(folder)
+    make_checkpoint_folder(folder)
     text, weights = (folder / file for file in file_names([name]))
     with open_file(folder, text.name, "wb") as file:
         file.write(json.dumps(state.tree, allow_nan=False).encode())
@@ -114,7 +114,7 @@ def write_part(folder: Path, name: str, state: EncodedState) -> FileRecords:
     return {path.name: _fsync_and_hash(path) for path in (text, weights)}
 
 
-def make_folder(folder: Path) -> None:
+def make_checkpoint_folder(folder: Path) -> None:
     """Make the folder of a checkpoint, and that of all checkpoints, if need be; not what they are in. A link
     in its place goes: nothing is written to where it leads.
     """
@@ -167,7 +167,7 @@ def receive_files(control: ControlChannel, source_rank: int, folder: Path, files
 def write_manifest(checkpoint: Checkpoint) -> None:
     """Write a checkpoint's manifest, and bring it and the names of its files to disk; raises OSError."""
     with open_file(checkpoint.path, MANIFEST, "wb") as file:
-        file.write(json.dumps({"v": VERSION, **checkpoint.model_dump()}, indent=1).encode() + b"\n")
+        file.write(json.dumps({"v": MANIFEST_VERSION, **checkpoint.model_dump()}, indent=1).encode() + b"\n")
     _fsync_and_hash(checkpoint.path / MANIFEST)
     fsync_folder(checkpoint.path)
 
@@ -205,8 +205,8 @@ def open_checkpoint(root: Path, step: int) -> Checkpoint:
     path = root / checkpoint_name(step) / MANIFEST
     with errors_naming(path):
         found = read_json_object(root.parent, path.relative_to(root.parent))
-        if found.get("v") != VERSION:
-            raise ValueError(f"version {found.get('v')!r:.40}, and this ddprun reads {VERSION}")
+        if found.get("v") != MANIFEST_VERSION:
+            raise ValueError(f"version {found.get('v')!r:.40}, and this ddprun reads {MANIFEST_VERSION}")
         checkpoint = Checkpoint.model_validate({**found, "path": path.parent})
         files, ranks = checkpoint.files, checkpoint.world_size
         if checkpoint.step != step:
@@ -222,7 +222,7 @@ def open_checkpoint(root: Path, step: int) -> Checkpoint:
 def verify(checkpoint: Checkpoint, names: Iterable[str]) -> None:
     """Make sure by SHA-256 that these files are what was written; a DamagedError names the file."""
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    root = checkpoint.no_follow_root
+    root = checkpoint.run_dir
     for name in names:
         path, described = checkpoint.path / name, checkpoint.files[name]
         with errors_naming(path), open_file(root, path.relative_to(root)) as file:
@@ -239,10 +239,10 @@ def verify(checkpoint: Checkpoint, names: Iterable[str]) -> None:
 def read_part(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
     """The state of a part that `verify` has found whole; raises DamagedError if it cannot be read."""
     text, weights = (checkpoint.path / file for file in file_names([name]))
-    root = checkpoint.no_follow_root
+    root = checkpoint.run_dir
     with errors_naming(text):
         tree = read_json_object(root, text.relative_to(root))
-        return decode(tree, read_tensors(weights, root))
+        return decode_state(tree, read_tensors(weights, root))
 
 
 def prune(root: Path, keep: int) -> None:

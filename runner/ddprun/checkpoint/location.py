@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ddprun.checkpoint import folder
 from ddprun.checkpoint.folder import FileRecords
-from ddprun_hooks.comm.control import ControlChannel
+from ddprun_hooks.comm.control_channel import ControlChannel
 
 _SHARED_FILES = tuple(folder.file_names(["shared"]))
 
@@ -34,7 +34,7 @@ class CheckpointLocation:
         return self.leaders[self.rank] == self.rank
 
     @property
-    def folders(self) -> list[int]:
+    def folder_leaders(self) -> list[int]:
         """The leaders, one for each folder."""
         return sorted(set(self.leaders))
 
@@ -46,14 +46,16 @@ class CheckpointLocation:
         """For each leader, what its ranks read if they resume as ranks of a run with this world size."""
         return {
             leader: {*_SHARED_FILES, *_rank_files(rank for rank in self.members(leader) if rank < world_size)}
-            for leader in self.folders
+            for leader in self.folder_leaders
         }
 
     def files_kept(self) -> dict[int, set[str]]:
         """For each leader, what its folder holds of a checkpoint: what is needed, and the copies."""
         needed = self.files_needed(len(self.leaders))
         if len(needed) > 1:
-            before = dict(zip(self.folders, [self.folders[-1], *self.folders], strict=False))
+            before = dict(
+                zip(self.folder_leaders, [self.folder_leaders[-1], *self.folder_leaders], strict=False)
+            )
             for leader, files in needed.items():
                 files.update(_rank_files(self.members(before[leader])))
         return needed
@@ -63,12 +65,12 @@ def _rank_files(ranks: Iterable[int]) -> list[str]:
     return folder.file_names(map(folder.rank_part_name, ranks))
 
 
-Transfer = tuple[int, int, list[str]]  # from a leader to a leader; names of files
+FileTransfer = tuple[int, int, list[str]]  # from a leader to a leader; names of files
 
 
 def plan_transfers(
     wanted: Mapping[int, Collection[str]], held: Mapping[int, Collection[str]]
-) -> list[Transfer]:
+) -> list[FileTransfer]:
     """What leaders have to send each other, in an order that is the same on all of them: each takes its turns
     in this order, so that none waits in a circle. Every file is held by somebody.
     """
@@ -84,7 +86,7 @@ def plan_transfers(
 
 
 def run_transfers(
-    control: ControlChannel, rank: int, path: Path, transfers: Iterable[Transfer], files: FileRecords
+    control: ControlChannel, rank: int, path: Path, transfers: Iterable[FileTransfer], files: FileRecords
 ) -> None:
     """Send and receive what the plan says of this rank, in the folder `path`. Raises OSError, after all
     transfers, if files could not be written, or are not what `files` says.

@@ -24,10 +24,11 @@ from ddprun.checkpoint.codec import EncodedState
 from ddprun.checkpoint.folder import Checkpoint, FileRecords
 from ddprun.checkpoint.location import CheckpointLocation, plan_transfers, run_transfers
 from ddprun.standard_streams import say
-from ddprun_hooks.comm.control import ControlChannel
+from ddprun_hooks.comm.control_channel import ControlChannel
 from ddprun_hooks.comm.gpu import PinnedStaging
 
-_OVER_KEY = "over"  # in the store: the numbers of the last checkpoint that is over, and of the last written
+# In the store: the numbers of the last checkpoint that is over, and of the last written.
+_FINISHED_KEY = "over"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ class CheckpointWriter:
         """
         number, before = self._enqueued_count, self._current_job
         self._enqueued_count += 1
-        path = folder.unfinished_path(self.root, step, f"{self.token}-{number}")
+        path = folder.unfinished_checkpoint_path(self.root, step, f"{self.token}-{number}")
         job = _Job(number, step, path, parts, staged)
         if wait or before is None:
             self._current_job = job
@@ -150,16 +151,16 @@ class CheckpointWriter:
                 job.staged.release()
             heard_first = self.location.leads or self.location.in_memory
             if heard_first:
-                self._hear_outcome(job, outcome)
+                self._share_outcome_and_prune(job, outcome)
             if self._current_job is job:
                 self._current_job = None
             if self.rank == 0 and outcome is not None:
                 self.outcomes.put(outcome)
             self._jobs.task_done()
             if not heard_first:
-                self._hear_outcome(job, None)
+                self._share_outcome_and_prune(job, None)
 
-    def _hear_outcome(self, job: _Job, outcome: CheckpointOutcome | None) -> None:
+    def _share_outcome_and_prune(self, job: _Job, outcome: CheckpointOutcome | None) -> None:
         """Rank 0 stores what became of a checkpoint; the others wait for it: leaders, to delete older ones
         then; ranks that lead no folder only until their next one waits, or the end of the run.
         """
@@ -167,17 +168,17 @@ class CheckpointWriter:
 
         def is_over() -> bool:
             nonlocal last_over, last_written
-            if self.store.check([_OVER_KEY]):
-                last_over, last_written = json.loads(self.store.get(_OVER_KEY))
+            if self.store.check([_FINISHED_KEY]):
+                last_over, last_written = json.loads(self.store.get(_FINISHED_KEY))
             return last_over >= job.number
 
         try:
             if self.rank == 0:
                 if outcome is not None and outcome.checkpoint is not None:
                     self._last_written = job.number
-                self.store.set(_OVER_KEY, json.dumps([job.number, self._last_written]))
+                self.store.set(_FINISHED_KEY, json.dumps([job.number, self._last_written]))
             until = time.monotonic() + 2 * self.timeout_s
-            _wait_until(lambda: is_over() or (not leads and self._another_waits(job)), until)
+            _wait_until(lambda: is_over() or (not leads and self._has_newer_job(job)), until)
             if last_over < job.number:
                 return
             if leads and last_written >= job.number:
@@ -191,7 +192,7 @@ class CheckpointWriter:
         except Exception as error:  # such as too little memory; without this thread training would wait
             say(f"rank {self.rank}: after the checkpoint of step {job.step}: {error!r}")
 
-    def _another_waits(self, job: _Job) -> bool:
+    def _has_newer_job(self, job: _Job) -> bool:
         return self._closing or self._current_job not in (None, job)
 
     def _write(self, job: _Job) -> None:
@@ -209,7 +210,7 @@ class CheckpointWriter:
             nonfinite = next(filter(None, map(self.find_nonfinite, job.parts.values())), None)
             report = _Report(files=files, nonfinite=nonfinite)
         except Exception as error:  # such as too little memory: rank 0 need not wait for this rank
-            report = _Report(problem=self._cannot_write(error))
+            report = _Report(problem=self._write_error_text(error))
         self._report_to_rank_0(job, "part", report)
 
     def _report_to_rank_0(self, job: _Job, phase: str, report: _Report) -> None:
@@ -232,7 +233,7 @@ class CheckpointWriter:
         """On a leader: make a checkpoint of the parts; says what came of it, on rank 0 for all folders."""
         key = f"{job.number}/verdict"
         if self.rank == 0:
-            verdict = self._judge_reports(job)
+            verdict = self._merge_reports(job)
             if self.control is not None:
                 self.store.set(key, json.dumps(verdict.model_dump()))
         else:
@@ -244,7 +245,7 @@ class CheckpointWriter:
             try:
                 checkpoint = self._make_whole_and_commit(job, verdict)
             except OSError as error:
-                problem = self._cannot_write(error)
+                problem = self._write_error_text(error)
         if problem is not None:
             folder.remove_tree(job.unfinished)
         if self.control is not None and verdict.problem is None:
@@ -252,7 +253,7 @@ class CheckpointWriter:
         checkpoint = None if problem is not None else checkpoint
         return CheckpointOutcome(job.step, time.monotonic() - started, checkpoint, problem, verdict.skipped)
 
-    def _judge_reports(self, job: _Job) -> _Report:
+    def _merge_reports(self, job: _Job) -> _Report:
         """On rank 0: wait for the reports of all ranks, and join them."""
         of_ranks = self._collect_reports(job, "part", range(len(self.location.leaders)))
         if worst := next((one for one in of_ranks if one.problem), None):
@@ -267,7 +268,7 @@ class CheckpointWriter:
                 for name, described in of_ranks[rank].files.items()
                 if described == files[name]
             ]
-            for leader in self.location.folders
+            for leader in self.location.folder_leaders
         }
         nonfinite = next(filter(None, (one.nonfinite for one in of_ranks)), None)
         return _Report(files=dict(sorted(files.items())), nonfinite=nonfinite, held=held)
@@ -295,11 +296,11 @@ class CheckpointWriter:
         self._report_to_rank_0(job, "named", _Report(problem=problem))
         if self.rank != 0:
             return problem
-        found = self._collect_reports(job, "named", self.location.folders)
+        found = self._collect_reports(job, "named", self.location.folder_leaders)
         self.store.delete_key(f"{job.number}/verdict")
         return next((one.problem for one in found if one.problem), None)
 
-    def _cannot_write(self, error: Exception) -> str:
+    def _write_error_text(self, error: Exception) -> str:
         text = getattr(error, "strerror", None) or str(error) or repr(error)
         return f"rank {self.rank} cannot write it: {text}"
 

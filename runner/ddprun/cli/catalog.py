@@ -10,13 +10,13 @@ import click
 from ddprun import EXIT_SUCCESS
 from ddprun.cli import printing
 from ddprun.cli.run import format_option
-from ddprun.config.catalog import KINDS, entries_named, entries_of_kind, json_schema
+from ddprun.config.catalog import CATALOG_KINDS, entries_named, entries_of_kind, json_schema
 from ddprun_hooks.config.messages import closest_match, format_message
 
 _WIDTH = 100
 
 # How a file names an entry, by kind; others as in `model: mlp`.
-_YAML_FORMS = {
+_YAML_TEMPLATES = {
     "hook": "hooks: [{}]",
     "tracker": "track: [{}]",
     "stage": "stages: [{}]",
@@ -31,7 +31,7 @@ def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> li
 
 
 def _kinds_and_names() -> list[str]:
-    return [*KINDS, *(name for kind in KINDS.values() for name in kind.names())]
+    return [*CATALOG_KINDS, *(name for kind in CATALOG_KINDS.values() for name in kind.names())]
 
 
 @click.command()
@@ -42,8 +42,8 @@ def catalog(what: str | None, form: str) -> int:
 
     KIND shows one kind, such as hook; NAME shows one entry in full, such as diloco.
     """
-    if what is None or what in KINDS:
-        by_kind = {kind: entries_of_kind(kind) for kind in ([what] if what else KINDS)}
+    if what is None or what in CATALOG_KINDS:
+        by_kind = {kind: entries_of_kind(kind) for kind in ([what] if what else CATALOG_KINDS)}
         entries = [entry for of_kind in by_kind.values() for entry in of_kind]
         shown = (_format_kind(kind, of_kind) for kind, of_kind in by_kind.items())
     elif entries := entries_named(what):
@@ -51,7 +51,7 @@ def catalog(what: str | None, form: str) -> int:
     else:
         text = f'"{what}" is neither a kind nor the name of an entry'
         text = format_message(text, suggestion=closest_match(what, _kinds_and_names()))
-        raise click.UsageError(f"{text}; kinds: {', '.join(KINDS)}")
+        raise click.UsageError(f"{text}; kinds: {', '.join(CATALOG_KINDS)}")
     click.echo(json.dumps(entries, indent=1) if form == "json" else "\n\n".join(shown))
     return EXIT_SUCCESS
 
@@ -63,7 +63,7 @@ def _format_kind(kind: str, entries: list[dict[str, Any]]) -> str:
         for option in entry["options"]:
             text = f".  {option['description']}" if option["description"] else "."
             lines.append(f"      {option['name']}: {option['type']}; {_default(option)}{text}")
-    if dotted := KINDS[kind].dotted_description:
+    if dotted := CATALOG_KINDS[kind].dotted_description:
         lines.append(f"  package.module.name: {dotted}; its options are keyword arguments")
     return "\n".join(lines)
 
@@ -74,16 +74,16 @@ def _format_entry(entry: dict[str, Any]) -> str:
     written = f"{name}: {{{needed}}}" if needed or kind == "cluster" else name
     if kind != "cluster":
         written = f"{{{written}}}" if needed else written
-        written = _YAML_FORMS.get(kind, f"{kind}: {{}}").format(written)
+        written = _YAML_TEMPLATES.get(kind, f"{kind}: {{}}").format(written)
     source = {"torch": "of torch", "installed": "of an installed package"}.get(entry["source"], "built in")
-    lines = [f"{name}: {kind}, {source}", *_wrapped(entry["description"], 2), f"  Write {written}"]
+    lines = [f"{name}: {kind}, {source}", *_wrap_text(entry["description"], 2), f"  Write {written}"]
     for option in options:
         lines += ["", f"  {option['name']}: {option['type']}; {_default(option)}"]
-        lines += _wrapped(option["description"], 6)
+        lines += _wrap_text(option["description"], 6)
     return "\n".join(lines)
 
 
-def _wrapped(text: str, indent: int) -> list[str]:
+def _wrap_text(text: str, indent: int) -> list[str]:
     margin = " " * indent
     return textwrap.wrap(text, _WIDTH, initial_indent=margin, subsequent_indent=margin)
 
@@ -111,5 +111,5 @@ def schema(output: Path | None) -> int:
     try:
         output.write_text(f"{text}\n", encoding="utf-8")
     except OSError as error:
-        raise printing.cannot_write(output, error) from None
+        raise printing.write_error(output, error) from None
     return EXIT_SUCCESS

@@ -43,7 +43,7 @@ def check(pipelines: tuple[Path, ...], overrides: tuple[str, ...], form: str, re
         if good:
             click.echo(loaded.resolved_yaml() if resolved else f"{path}: ok", nl=not resolved)
     if form == "json":
-        found_data = [printing.to_json_data(fault) for fault in faults]
+        found_data = [printing.fault_to_json_data(fault) for fault in faults]
         click.echo(json.dumps(found_data, indent=2, ensure_ascii=False))
     elif form == "github":
         for fault in faults:

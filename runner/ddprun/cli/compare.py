@@ -12,7 +12,7 @@ from ddprun import EXIT_FAILURE, EXIT_SUCCESS
 from ddprun.cli import printing
 from ddprun.cli.run import FlagValue, add_rendezvous_flags, format_option, override_option, rendezvous_flags
 from ddprun.config.overrides import parse_alternatives
-from ddprun.config.resolved import flow_yaml
+from ddprun.config.yaml_writer import flow_yaml
 from ddprun.run_files import replace_atomically
 from ddprun.standard_streams import say
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ddprun.compare.hosts import HostCoordinator
     from ddprun.compare.runs import Variant, VariantRuns
 
-_RUNS = Path("runs") / "compare"
+_RUNS_FOLDER = Path("runs") / "compare"
 _SEEDS_NOTE = "The comparison is of all seeds, and everything else on this page of the first one."
 
 
@@ -132,16 +132,18 @@ def _compare(
     from ddprun.compare.hosts import HostMessage
 
     def run_all(folder: Path) -> Sequence["VariantRuns"]:
-        return comparing.run_all(variants, seeds, folder, turn, arguments, printing.progress(), hosts)
+        return comparing.run_variants(
+            variants, seeds, folder, turn, arguments, printing.make_progress_printer(), hosts
+        )
 
     if hosts is not None and not hosts.is_first:
-        return hosts.follow_first_host(lambda message: run_all(output or _RUNS / message.folder))
+        return hosts.follow_first_host(lambda message: run_all(output or _RUNS_FOLDER / message.folder))
     name = time.strftime("%Y%m%d-%H%M%S")
-    folder = output or _RUNS / name
+    folder = output or _RUNS_FOLDER / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise printing.cannot_write(folder, error) from None
+        raise printing.write_error(folder, error) from None
     if any(folder.iterdir()):
         raise click.ClickException(f"the folder {folder} is not empty: name another with --output")
     if hosts is not None:
@@ -155,21 +157,21 @@ def _print_and_write_report(sides: Sequence["VariantRuns"], folder: Path, seeds:
     from ddprun.report import blocks, html
 
     rows = comparing.comparison_rows(sides)
-    click.echo(comparing.render(rows, form), nl=False)
+    click.echo(comparing.render_rows(rows, form), nl=False)
     first_seeds = [(side.variant.name, side.digests[0]) for side in sides if side.digests]
     if first_seeds:
         shown: list[blocks.Block] = [blocks.Table(*one) for one in comparing.speed_and_learning_tables(rows)]
         if seeds > 1:
             shown.append(blocks.Text(_SEEDS_NOTE, "note"))
         page_path = folder / "report.html"
-        page = html.page(first_seeds, (learning.comparison_sentences(rows), shown))
+        page = html.render_page(first_seeds, (learning.comparison_sentences(rows), shown))
         try:
             with replace_atomically(folder, page_path.name) as file:
                 file.write(page.encode(errors="replace"))
             say(page_path)
         except OSError as error:
-            say(printing.cannot_write(page_path, error).message)
+            say(printing.write_error(page_path, error).message)
     failed = [(side, run) for side in sides for run in side.runs if not run.completed]
     for side, run in failed:
-        say(f"{side.variant.name} failed with exit code {run.code}; see {comparing.log_path(run)}")
+        say(f"{side.variant.name} failed with exit code {run.exit_code}; see {comparing.log_path(run)}")
     return EXIT_FAILURE if failed else EXIT_SUCCESS

@@ -37,16 +37,16 @@ def doctor(form: str, timeout_s: float, **flags: FlagValue) -> int:
     srun --ntasks-per-node=1: the hosts find each other as in a run, and the first one prints what was found
     and what to do. Exit code 0 if there is no problem, 1 if there is.
     """
-    from ddprun.doctor.run import run
+    from ddprun.doctor.examination import run_examination
 
-    fit, report = run(given_flags(flags), timeout_s)
+    fit, report = run_examination(given_flags(flags), timeout_s)
     if report is not None:
         if form == "json":
             click.echo(json.dumps(report.as_dict(), indent=2, ensure_ascii=False))
         else:
             click.echo(format_report(report), color=printing.use_color(sys.stdout))
     if not fit:
-        standard_streams.flush()
+        standard_streams.flush_standard_streams()
         os._exit(EXIT_FAILURE)  # threads may hang in collectives whose peers are gone
     return EXIT_SUCCESS
 
@@ -71,13 +71,13 @@ def format_report(report: Report) -> str:
 def _lines(finding: Finding) -> Iterator[str]:
     style: dict[str, Any] = {"fg": _LEVEL_COLORS[finding.level], "bold": finding.level == "problem"}
     level = click.style(f"{finding.level:<9}", **style)
-    first, *rest = _wrapped(finding.found)
+    first, *rest = _wrap_text(finding.found)
     yield f"  {level}{finding.check:<{_INDENT - 11}}{first}"
     for line in rest:
         yield " " * _INDENT + line
-    for index, line in enumerate(_wrapped(finding.do)):
+    for index, line in enumerate(_wrap_text(finding.do)):
         yield " " * (_INDENT - 3) + f"{'  ' if index else '->'} {line}"
 
 
-def _wrapped(paragraph: str) -> list[str]:
+def _wrap_text(paragraph: str) -> list[str]:
     return textwrap.wrap(paragraph, _WIDTH - _INDENT, break_on_hyphens=False, break_long_words=False)

@@ -21,7 +21,7 @@ from ddprun.standard_streams import say
 if TYPE_CHECKING:
     from ddprun.predict.forecast import StageForecast
 
-_MOST_HOSTS = 1 << 20
+_MAX_HOSTS = 1 << 20
 
 
 def _parse_sweep(ctx: click.Context, param: click.Parameter, value: str | None) -> Sequence[int] | None:
@@ -29,8 +29,8 @@ def _parse_sweep(ctx: click.Context, param: click.Parameter, value: str | None) 
     if value is None:
         return None
     found = re.fullmatch(r"nnodes=(\d+)\.\.(\d+)", value)
-    if found is None or not 0 < int(found[1]) <= int(found[2]) <= _MOST_HOSTS:
-        text = f'"{value}" is not a range of 1 to {_MOST_HOSTS:,} hosts; write nnodes=1..64'
+    if found is None or not 0 < int(found[1]) <= int(found[2]) <= _MAX_HOSTS:
+        text = f'"{value}" is not a range of 1 to {_MAX_HOSTS:,} hosts; write nnodes=1..64'
         raise click.BadParameter(text, ctx, param)
     first, last = int(found[1]), int(found[2])
     hosts = []
@@ -113,12 +113,12 @@ def explain(
     except Exception as error:
         return printing.say_failure(error, (MeasurementRunError,), loaded.secrets)
     if form == "json":
-        from ddprun.telemetry.reader import Run
+        from ddprun.telemetry.reader import RecordedRun
 
         found = explained.to_json_data()
         if measured is not None:
             # What tells whether a run is the one that the prediction was fitted to.
-            found["measured_run"] = {"run_dir": str(measured), "started": Run(measured).started.time}
+            found["measured_run"] = {"run_dir": str(measured), "started": RecordedRun(measured).started.time}
             for stage in found["stages"]:
                 of_stage = predicted.get(stage["stage"])
                 stage["predicted"] = None if of_stage is None else of_stage.to_json_data()
@@ -126,6 +126,6 @@ def explain(
     else:
         from ddprun.explain.text import render_text
 
-        lines = {index: one.lines() for index, one in predicted.items()}
+        lines = {index: one.text_lines() for index, one in predicted.items()}
         click.echo(loaded.secrets.redact(render_text(explained, lines)))
     return EXIT_SUCCESS

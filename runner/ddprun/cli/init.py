@@ -52,6 +52,6 @@ def init(file: Path) -> int:
     except FileExistsError:
         raise click.UsageError(f"{file} already exists; name another file, or remove it") from None
     except OSError as error:
-        raise printing.cannot_write(file, error) from None
+        raise printing.write_error(file, error) from None
     click.echo(f"wrote {file}; run it with `ddprun {file}`")
     return EXIT_SUCCESS

@@ -47,7 +47,7 @@ def observe(
         raise click.BadParameter(f"there is no file {script!r}", param_hint="SCRIPT")
     from ddprun.config import load_trackers
     from ddprun.config.faults import PipelineError, Source
-    from ddprun.config.reader import parse_yaml
+    from ddprun.config.yaml_reader import parse_yaml
     from ddprun.observer.run import run_observed_script
     from ddprun_hooks.errors import HookSetupError
     from ddprun_hooks.registry import make_stack

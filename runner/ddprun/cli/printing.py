@@ -28,10 +28,10 @@ def print_faults(faults: Iterable[PipelineFault], stream: IO[str] | None = None)
     """Print faults for a reader, one below the other; by default on stderr."""
     stream = stream or sys.stderr
     for fault in faults:
-        click.echo(_styled(fault), file=stream, color=use_color(stream))
+        click.echo(_style_fault(fault), file=stream, color=use_color(stream))
 
 
-def _styled(fault: PipelineFault) -> str:
+def _style_fault(fault: PipelineFault) -> str:
     head, _, quoted = str(fault).partition("\n")
     where, _, message = head.partition(": ")
     tone = "yellow" if fault.severity == "warning" else "red"
@@ -42,7 +42,7 @@ def _styled(fault: PipelineFault) -> str:
     return "\n".join(lines)
 
 
-def cannot_write(target: Path, error: OSError) -> click.ClickException:
+def write_error(target: Path, error: OSError) -> click.ClickException:
     """The error of a command that could not write a file or folder."""
     why = error.strerror or str(error)
     if isinstance(error, FileNotFoundError | NotADirectoryError) and not target.parent.is_dir():
@@ -61,7 +61,7 @@ def say_failure(error: Exception, expected: tuple[type[Exception], ...], secrets
     return EXIT_FAILURE
 
 
-def to_json_data(fault: PipelineFault) -> dict[str, Any]:
+def fault_to_json_data(fault: PipelineFault) -> dict[str, Any]:
     """A fault for `--format json`."""
     words = ("path", "severity", "message", "problem", "allowed", "suggestion")
     return {
@@ -77,24 +77,25 @@ def github_annotation(fault: PipelineFault) -> str:
     """A fault as a workflow command, which GitHub shows beside the line."""
     place, source, properties = fault.place, fault.place.source, {"title": "ddprun"}
     message = f"{fault.path}: {fault.message}" if fault.path else fault.message
-    if source.order:
+    if source.override_number:
         message = f"{source.name}: {message}"
     else:
         properties["file"] = source.name
         if place.line:
             properties |= {"line": str(place.line), "col": str(place.column)}
     escaped = {
-        key: _escape_data(value).replace(":", "%3A").replace(",", "%2C") for key, value in properties.items()
+        key: _escape_workflow_data(value).replace(":", "%3A").replace(",", "%2C")
+        for key, value in properties.items()
     }
     shown = ",".join(f"{key}={value}" for key, value in escaped.items())
-    return f"::{fault.severity} {shown}::{_escape_data(message)}"
+    return f"::{fault.severity} {shown}::{_escape_workflow_data(message)}"
 
 
-def _escape_data(value: str) -> str:
+def _escape_workflow_data(value: str) -> str:
     return value.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
-def progress() -> Callable[[str], None]:
+def make_progress_printer() -> Callable[[str], None]:
     """A function that says what is going on now, but only every few seconds."""
     last_s = -math.inf
 

@@ -40,18 +40,18 @@ def report(
     from ddprun.report import html
     from ddprun.report import trace as traces
     from ddprun.report.digest import digest_run
-    from ddprun.report.predicted import PredictionFile, compare_stages
-    from ddprun.telemetry.reader import Run
+    from ddprun.report.predicted_vs_measured import PredictionFile, compare_with_predictions
+    from ddprun.telemetry.reader import RecordedRun
 
     chosen = _parse_step_range(steps)
     target = output if output is not None else runs[0] / "report.html"
     try:
         prediction = PredictionFile.read(predicted) if predicted else None
-        found = [Run(folder) for folder in {one.resolve(): one for one in runs}.values()]
+        found = [RecordedRun(folder) for folder in {one.resolve(): one for one in runs}.values()]
         digests = [digest_run(run) for run in found]
-        compared = [compare_stages(one, prediction) for one in digests] if prediction else []
-        named = html.with_short_names(digests)
-        page = html.page(named, predicted=compared).encode(errors="replace")
+        compared = [compare_with_predictions(one, prediction) for one in digests] if prediction else []
+        named = html.name_by_folder(digests)
+        page = html.render_page(named, predicted=compared).encode(errors="replace")
         if output is not None:
             output.write_bytes(page)
         else:
@@ -62,10 +62,10 @@ def report(
             click.echo(line, err=True)
         for run in found if trace else ():
             target = run.folder / "trace.json"
-            count = traces.write(run, target, steps=chosen)
+            count = traces.write_chrome_trace(run, target, steps=chosen)
             click.echo(f"{target}: {count:,} of {run.last_step:,} steps", err=True)
     except OSError as error:
-        raise printing.cannot_write(target, error) from None
+        raise printing.write_error(target, error) from None
     return EXIT_SUCCESS
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from ddprun import LAUNCHED_VARIABLE, TURNS_VARIABLE, InputError
+from ddprun import COMPARE_TURNS_VARIABLE, LAUNCHED_BY_DDPRUN_VARIABLE, InputError
 from ddprun.cli import printing
 from ddprun.config import load
-from ddprun.config.errors import section_model_of
 from ddprun.config.schema import pipeline_with_cluster_keys
+from ddprun.config.validation_errors import section_model_of
 from ddprun.plugins import CLUSTERS
-from ddprun.run_files import ResumeMode, open_file, pipeline_folder
+from ddprun.run_files import ResumeMode, open_file, read_pipeline_folder
 
 FlagValue = str | int | float | bool | None
 
@@ -185,7 +185,7 @@ def resume(run: Path, overrides: tuple[str, ...], **flags: FlagValue) -> int:
     the order of samples stays the same.
     """
     try:
-        folder = pipeline_folder(run)
+        folder = read_pipeline_folder(run)
         open_file(run, "pipeline.yaml").close()  # refuses a pipe, which would be waited for
     except FileNotFoundError as error:
         raise InputError(f"{run} is not the folder of a run: there is no {error.filename}") from None
@@ -206,13 +206,13 @@ def _load_and_launch(
     """Load a pipeline and launch it, or join a launched run as a rank; gives the exit code. For a resumed
     run, `folder` is the folder of the original pipeline file, to which relative paths refer.
     """
-    if LAUNCHED_VARIABLE in os.environ or TURNS_VARIABLE in os.environ:
+    if LAUNCHED_BY_DDPRUN_VARIABLE in os.environ or COMPARE_TURNS_VARIABLE in os.environ:
         from ddprun.launch.launcher import take_inherited_overrides
 
         overrides = (*take_inherited_overrides(), *overrides)
     loaded = load(pipeline, overrides, folder)
     from ddprun import launch
 
-    if os.environ.get("RANK", "0") == "0" and LAUNCHED_VARIABLE not in os.environ:
+    if os.environ.get("RANK", "0") == "0" and LAUNCHED_BY_DDPRUN_VARIABLE not in os.environ:
         printing.print_faults(loaded.warnings)
     return launch.start(loaded, given_flags(flags), run_dir, resuming=resuming)

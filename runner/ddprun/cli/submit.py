@@ -19,7 +19,7 @@ from ddprun.units import format_bytes
 from ddprun_hooks.errors import ImportPathError
 
 
-class _Submit(click.Command):
+class _SubmitCommand(click.Command):
     """Offers every cluster backend, and the flags that each of them takes."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
@@ -35,7 +35,7 @@ class _Submit(click.Command):
         return [pipeline, to, *own[:-1], *flags, own[-1]]  # --help is the last one
 
 
-@click.command(cls=_Submit)
+@click.command(cls=_SubmitCommand)
 @click.argument("pipeline", metavar="PIPELINE", type=click.Path(path_type=Path))
 @override_option(
     "Override a value, as in --set slurm.nodes=4; the value is YAML. May be given several times."
@@ -98,7 +98,7 @@ def submit(
     try:
         job_id = job.send()
         click.echo(job_id)
-        return _follow(job, job_id) if follow else 0
+        return _follow_job(job, job_id) if follow else 0
     except ClusterError as error:
         raise click.ClickException(loaded.secrets.redact(str(error))) from None
 
@@ -136,7 +136,7 @@ def _collect_modules(
     return found
 
 
-def _follow(job: Cluster, job_id: str) -> int:
+def _follow_job(job: Cluster, job_id: str) -> int:
     try:
         outcome = job.follow(job_id, lambda text: click.echo(text, nl=False, err=True))
     except KeyboardInterrupt:

@@ -24,7 +24,7 @@ from ddprun.cli.run import (
 )
 from ddprun.config import LoadedPipeline, PipelineError, load
 from ddprun.config.overrides import key_of, parse_alternatives
-from ddprun.config.resolved import flow_yaml
+from ddprun.config.yaml_writer import flow_yaml
 from ddprun.predict import MeasurementRunError
 from ddprun.predict.links import Links, parse_links
 from ddprun.run_files import replace_atomically
@@ -33,8 +33,8 @@ from ddprun.tune import TuneError
 
 if TYPE_CHECKING:
     from ddprun.compare.hosts import HostCoordinator
-    from ddprun.tune.choose import QualityFloors
     from ddprun.tune.search import SearchOutcome, SearchRequest
+    from ddprun.tune.selection import QualityFloors
 
 _MAX_MINUTES = 7 * 24 * 60  # a week
 
@@ -115,8 +115,8 @@ def tune(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what matters comes as an error
     from ddprun.compare.hosts import join_hosts_and_run
     from ddprun.host.device import default_rank_count
-    from ddprun.tune.choose import parse_quality_floors
     from ddprun.tune.search import SearchRequest
+    from ddprun.tune.selection import parse_quality_floors
 
     with as_bad_parameter("--floor"):
         parsed_floors = parse_quality_floors(floors)
@@ -134,16 +134,16 @@ def tune(
 
 
 def _search(request: "SearchRequest", output: Path, form: str, hosts: "HostCoordinator | None") -> int:
-    from ddprun.launch.meeting import HostsError
+    from ddprun.launch.host_group import HostsError
     from ddprun.tune import text as outcome_text
     from ddprun.tune.search import Search
 
     loaded, secrets = request.loaded, request.loaded.secrets
     search = None
     try:
-        search = Search(request, printing.progress(), hosts)
+        search = Search(request, printing.make_progress_printer(), hosts)
         if hosts is not None and not hosts.is_first:
-            return hosts.follow_first_host(search.take_part)
+            return hosts.follow_first_host(search.run_part_of_round)
         outcome = search.run()
     except KeyboardInterrupt:
         costs = search.costs_run if search is not None else None
@@ -162,7 +162,7 @@ def _search(request: "SearchRequest", output: Path, form: str, hosts: "HostCoord
         try:
             written = _write_winner(outcome, loaded, output)
         except OSError as error:  # what was found is said all the same
-            say(secrets.redact(printing.cannot_write(output, error).message))
+            say(secrets.redact(printing.write_error(output, error).message))
             code = EXIT_FAILURE
     if form == "json":
         found = outcome_text.to_json_data(outcome, written)
@@ -189,12 +189,12 @@ def _parse_vary_options(loaded: LoadedPipeline, vary: Sequence[str]) -> dict[str
 
 def _check_links_and_floors(hosts: int, here: bool, links: Links | None, floors: "QualityFloors") -> None:
     """Check that --link and --floor make sense for this number of hosts; `here`: whether they take part."""
-    from ddprun.tune.search import why_not_run
+    from ddprun.tune.search import find_not_run_reason
 
     if hosts == 1 and links is not None and links.across.takes_time:
         text = "it is a link between hosts, and there is one: set more with --nnodes, or write within=RATE"
         raise click.BadParameter(text, param_hint="--link or --latency")
-    reason = "" if here else why_not_run(hosts, links or Links())
+    reason = "" if here else find_not_run_reason(hosts, links or Links())
     if reason and (floors.cosine, floors.loss) != (None, None):
         raise click.BadParameter(f"floors need real runs, and {reason}", param_hint="--floor")
 
@@ -218,13 +218,13 @@ def _check_output(output: Path, loaded: LoadedPipeline) -> None:
 
 
 def _write_winner(outcome: "SearchOutcome", loaded: LoadedPipeline, output: Path) -> str:
-    from ddprun.tune.text import overrides_without_secrets, tuned_text, winner_file_comment
+    from ddprun.tune.text import overrides_without_secrets, tuned_pipeline_yaml, winner_file_comment
 
     assert outcome.winner is not None
     kept = overrides_without_secrets(loaded)
     settings = (word for text in kept for word in ("--set", text))
     heading = winner_file_comment(outcome, shlex.join(["ddprun", "tune", str(loaded.path), *settings]))
-    text = tuned_text(loaded, (*kept, *outcome.winner.candidate.overrides), heading)
+    text = tuned_pipeline_yaml(loaded, (*kept, *outcome.winner.candidate.overrides), heading)
     with replace_atomically(output.parent, output.name) as file:
         file.write(text.encode())
     if left_out := [key_of(text) for text in loaded.overrides if text not in kept]:

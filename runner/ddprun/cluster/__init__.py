@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 from pydantic import Field
 
 from ddprun import options
-from ddprun.config.secrets import FILLED_VARIABLE
+from ddprun.config.secrets import ALLOWED_ENV_VARIABLE
 from ddprun.options import NonNegativeInt, PositiveFloat, PositiveInt, pattern_constraint
 from ddprun.plugins import CLUSTERS, Plugin
 from ddprun_hooks.config.trust import TRUST_VARIABLE
@@ -20,7 +20,7 @@ from ddprun_hooks.config.trust import TRUST_VARIABLE
 if TYPE_CHECKING:
     from ddprun.config import LoadedPipeline
 
-_NAME_LENGTH = 40  # characters of a job's name, to which backends append some
+_MAX_JOB_NAME_LENGTH = 40  # characters of a job's name, to which backends append some
 _RENDEZVOUS_PORT = 29400  # of a job's containers, on a network of its own: torchelastic's own default
 CONTAINER_RUNS_FOLDER = "/workspace/runs"  # path in ddprun's image below which runs write their folders
 CONTAINER_USER_ID = 1000  # user and group of the image
@@ -76,7 +76,7 @@ class Submission:
         plain = re.sub(r"[^a-z0-9]+", "-", self.loaded.pipeline.name.lower()).strip("-")
         if not plain[:1].isalpha():
             plain = f"run-{plain}".strip("-")
-        return f"{plain[:_NAME_LENGTH].strip('-')}-{secrets.token_hex(4)}"
+        return f"{plain[:_MAX_JOB_NAME_LENGTH].strip('-')}-{secrets.token_hex(4)}"
 
     def host_count(self, asked: int | None = None) -> int:
         """Number of hosts: as `asked` by the backend's own key, or the most that `launch.nnodes` allows."""
@@ -172,6 +172,6 @@ class ContainerOptions(Cluster.Options):
     """CPUs of each host; null leaves it to the engine or the cluster."""
 
 
-def trust_variables() -> dict[str, str]:
+def trust_environment() -> dict[str, str]:
     """The environment variables, of those set here, that restrict what the job may import and take."""
-    return {name: os.environ[name] for name in (TRUST_VARIABLE, FILLED_VARIABLE) if name in os.environ}
+    return {name: os.environ[name] for name in (TRUST_VARIABLE, ALLOWED_ENV_VARIABLE) if name in os.environ}

@@ -1,9 +1,9 @@
 """A comparison on several hosts: the first host decides what runs, and tells the others.
 
 Every host runs the same command, `ddprun compare` or `ddprun tune`, with torchrun's flags. The hosts meet as
-those of a run do (`launch/meeting.py`). The first one, on which a run's rank 0 will be, decides; the others
-start their part of each run. They are told through the store of the rendezvous. What they are told is checked
-like anything that comes from elsewhere: JSON of this form, and a folder below their own.
+those of a run do (`launch/host_group.py`). The first one, on which a run's rank 0 will be, decides; the
+others start their part of each run. They are told through the store of the rendezvous. What they are told is
+checked like anything that comes from elsewhere: JSON of this form, and a folder below their own.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, Store
 
 from ddprun import EXIT_FAILURE, EXIT_INTERRUPTED, InputError
 from ddprun.doctor import links as doctor_links
-from ddprun.launch import meeting
+from ddprun.launch import host_group
 from ddprun.options import Options
 from ddprun.predict.links import Link, Links
 from ddprun.run_files import parse_json
@@ -49,13 +49,15 @@ class HostCoordinator:
     def __init__(self, command: str, flags: Mapping[str, str]) -> None:
         self._flags = {"rdzv_backend": "c10d", "rdzv_id": command, **flags}
         try:
-            self._handler, info = meeting.join_rendezvous(self._flags, TIMEOUT_S, command)
+            self._handler, info = host_group.join_rendezvous(self._flags, TIMEOUT_S, command)
         except ValueError as error:  # torchrun's way to refuse flags
             raise InputError(str(error)) from None
         store: Store = PrefixStore(command, info.store)
         store.set_timeout(_STORE_TIMEOUT)
         self.index, self.count = info.rank, info.world_size
-        self._group = meeting.HostGroup(store, [f"host {index}" for index in range(self.count)], self.index)
+        self._group = host_group.HostGroup(
+            store, [f"host {index}" for index in range(self.count)], self.index
+        )
         self._message_number = 0
 
     @property
@@ -73,7 +75,7 @@ class HostCoordinator:
         own = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
         digests = self._group.gather("inputs", own, TIMEOUT_S)
         if others := [index for index, digest in enumerate(digests) if digest != own]:
-            raise meeting.HostsError(
+            raise host_group.HostsError(
                 f"hosts {self.index} and {others[0]} have different pipelines or options",
                 "give the same command and the same files on each",
             )
@@ -88,7 +90,7 @@ class HostCoordinator:
                 PrefixStore("link", self._group.store), self.index, backend, device, _COLLECTIVE_TIMEOUT_S
             )
         except (RuntimeError, ValueError) as error:
-            raise meeting.HostsError(f"the link between hosts cannot be measured: {error}") from None
+            raise host_group.HostsError(f"the link between hosts cannot be measured: {error}") from None
         link = Link.from_measurement(backend, found.latency_s, found.both_mbit, found.both_by_bytes)
         return Links(across=link)
 
@@ -101,16 +103,16 @@ class HostCoordinator:
         self._message_number += 1
         key = f"told/{self._message_number}"
         try:
-            meeting.wait_for_keys(self._group.store, [key])
+            host_group.wait_for_keys(self._group.store, [key])
             data = self._group.store.get(key)
         except RuntimeError as error:  # the store's
-            raise meeting.HostsError(
-                f"the first host is gone, see its output: {meeting.first_line(error)}"
+            raise host_group.HostsError(
+                f"the first host is gone, see its output: {host_group.error_first_line(error)}"
             ) from None
         try:
             return HostMessage.model_validate(parse_json(data))
         except ValueError as error:
-            raise meeting.HostsError(f"the first host sent an invalid message: {error}") from None
+            raise host_group.HostsError(f"the first host sent an invalid message: {error}") from None
 
     def follow_first_host(self, take_part: Callable[[HostMessage], object]) -> int:
         """Take part in the runs that the first host tells of, until it tells the end; gives the exit code."""
@@ -120,7 +122,7 @@ class HostCoordinator:
 
     def leave_with_all_hosts(self) -> None:
         """Wait until all hosts have come here."""
-        meeting.leave_together(self._group.store, self.index, self.count, _LEAVE_S)
+        host_group.leave_together(self._group.store, self.index, self.count, _LEAVE_S)
 
 
 def join_hosts_and_run(
@@ -141,7 +143,7 @@ def join_hosts_and_run(
             hosts = HostCoordinator(command, flags)
             hosts.check_same_inputs(inputs)
         code = work(hosts)
-    except meeting.HostsError as error:
+    except host_group.HostsError as error:
         advice = f"\n  -> {error.advice}" if error.advice else ""
         say(f"{error}{advice}")
     except OSError as error:

@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Any
 
 from ddprun.report.digest import RunDigest
-from ddprun.telemetry.reader import Run
+from ddprun.telemetry.reader import RecordedRun
 from ddprun.units import format_count
 
 _LOSS_WINDOW_SHARE = 0.1  # of the samples: the training loss is the mean over these
@@ -33,7 +33,7 @@ ONE_SEED_CANNOT_TELL = "one seed cannot tell"
 NOT_FINITE = "is not finite"
 TOO_FEW_TURNS = "too few turns to tell"  # a verdict on speed
 
-Row = Mapping[str, Any]  # as `compare.comparison_rows` makes it
+ComparisonRow = Mapping[str, Any]  # as `compare.comparison_rows` makes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,36 +47,36 @@ class SeedDifferences:
         return statistics.fmean(self.values)
 
     @property
-    def half_interval(self) -> float | None:
+    def confidence_half_width(self) -> float | None:
         """Half the length of the 95 % interval of the mean; None for one seed."""
-        return half_interval(self.values)
+        return confidence_half_width(self.values)
 
     @property
     def seeds_needed(self) -> int | None:
         """How many seeds would tell a difference of this size at this scatter; None if too many."""
-        if not self.half_interval:
+        if not self.confidence_half_width:
             return None
         numbers = range(len(self.values) + 1, _MAX_SEEDS + 1)
         spread = statistics.stdev(self.values)
-        return next((one for one in numbers if _half_interval(spread, one) < abs(self.mean)), None)
+        return next((one for one in numbers if _student_t_half_width(spread, one) < abs(self.mean)), None)
 
     def verdict(self) -> str:
         """In words, of a quantity that is better if it is lower."""
         if not any(self.values):
             return SAME
-        if self.half_interval is None:
+        if self.confidence_half_width is None:
             return ONE_SEED_CANNOT_TELL
-        if abs(self.mean) <= self.half_interval:
+        if abs(self.mean) <= self.confidence_half_width:
             return NO_CLEAR_DIFFERENCE
         return WORSE if self.mean > 0 else BETTER
 
 
-def half_interval(values: Sequence[float]) -> float | None:
+def confidence_half_width(values: Sequence[float]) -> float | None:
     """Half the length of the 95 % interval of the mean, by Student's t; None for a single value."""
-    return _half_interval(statistics.stdev(values), len(values)) if len(values) > 1 else None
+    return _student_t_half_width(statistics.stdev(values), len(values)) if len(values) > 1 else None
 
 
-def _half_interval(spread: float, count: int) -> float:
+def _student_t_half_width(spread: float, count: int) -> float:
     return _STUDENT_T_QUANTILES[min(count - 1, len(_STUDENT_T_QUANTILES)) - 1] * spread / math.sqrt(count)
 
 
@@ -93,7 +93,7 @@ def judge_learning(variants: Sequence[Sequence[RunDigest]]) -> list[dict[str, An
     evaluated = all("held_out_loss" in known for runs, known in zip(variants, values, strict=True) if runs)
     decisive = "held_out_loss" if evaluated and len(set(seen)) == 1 else "loss"
     # Of the first, which is not compared with itself, there are none.
-    differences = [{}, *(_differences(values[0], known) for known in values[1:])]
+    differences = [{}, *(_seed_differences(values[0], known) for known in values[1:])]
     return [
         {
             "seeds": len(runs),
@@ -110,7 +110,7 @@ def _metric_values(runs: Sequence[RunDigest], samples: int) -> dict[str, list[fl
     found: list[dict[str, float]] = []
     for one in runs:
         last = next(reversed(one.run.evaluations.values()), {})
-        loss = loss_after(one.run, samples)
+        loss = windowed_loss_at(one.run, samples)
         known = {} if loss is None else {"loss": loss}
         found.append(known | {f"held_out_{name}": value for name, value in last.items()})
     shared = [name for name in (found[0] if found else ()) if all(name in one for one in found)]
@@ -123,14 +123,14 @@ def _metric_columns(
     row: dict[str, float | None] = {}
     for name in names:
         row[name] = statistics.fmean(known[name]) if name in known else None
-        mean, half = (one.mean, one.half_interval) if (one := differences.get(name)) else (None, None)
+        mean, half = (one.mean, one.confidence_half_width) if (one := differences.get(name)) else (None, None)
         row[f"{name}_difference"] = mean
         row[f"{name}_difference_low"] = None if mean is None or half is None else mean - half
         row[f"{name}_difference_high"] = None if mean is None or half is None else mean + half
     return row
 
 
-def _differences(
+def _seed_differences(
     first: Mapping[str, Sequence[float]], known: Mapping[str, Sequence[float]]
 ) -> dict[str, SeedDifferences]:
     pairs = {name: zip(first[name], known[name], strict=True) for name in first if name in known}
@@ -150,7 +150,7 @@ def _learning_verdict(
     return {"learning": verdict, "decided_by": decisive, "seeds_needed": needed}
 
 
-def loss_after(run: Run, samples: int) -> float | None:
+def windowed_loss_at(run: RecordedRun, samples: int) -> float | None:
     """The mean loss over the last tenth of the first `samples` of all ranks.
 
     Each rank's own loss in a step counts for the rank's samples in it: all runs are compared over the same
@@ -159,7 +159,7 @@ def loss_after(run: Run, samples: int) -> float | None:
     return _mean_loss_between(_losses_by_samples_seen(run), samples * (1 - _LOSS_WINDOW_SHARE), samples)
 
 
-def samples_until_loss(run: Run, loss: float, samples: int) -> int | None:
+def samples_until_loss(run: RecordedRun, loss: float, samples: int) -> int | None:
     """After how many of `samples` the mean loss over a tenth of them is first at most `loss`; None: never."""
     known, tenth = _losses_by_samples_seen(run), samples * _LOSS_WINDOW_SHARE
     for total, _, _ in known:
@@ -178,7 +178,7 @@ def _mean_loss_between(known: Sequence[tuple[int, float, int]], above: float, mo
     return sum(loss * count for loss, count in counted) / weights if weights else None
 
 
-def _losses_by_samples_seen(run: Run) -> list[tuple[int, float, int]]:
+def _losses_by_samples_seen(run: RecordedRun) -> list[tuple[int, float, int]]:
     """For each step whose loss is known: how many samples all ranks had seen, the loss, and of how many."""
     seen, known, sums = Counter[int](), Counter[int](), defaultdict[int, float](float)
     for rank in run.ranks:
@@ -195,18 +195,18 @@ def _losses_by_samples_seen(run: Run) -> list[tuple[int, float, int]]:
 # In words.
 
 
-def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], str]:
+def learning_table(rows: Sequence[ComparisonRow]) -> tuple[list[str], list[list[str]], str]:
     """Heads, the cells of each row, and a caption: how well each variant learns."""
     names = [key.removesuffix("_difference") for key in rows[0] if key.endswith("_difference")]
     heads = ["", "seeds", *(head for name in names for head in (_metric_label(name), "against the first"))]
-    cells = [[row["variant"], str(row["seeds"] or "-"), *_cells(row, names)] for row in rows]
+    cells = [[row["variant"], str(row["seeds"] or "-"), *_learning_cells(row, names)] for row in rows]
     samples = next((row["loss_after_samples"] for row in rows if row["seeds"]), 0)
     window = f"over the last {_LOSS_WINDOW_SHARE:.0%} of {samples:,} samples"
     caption = f"Learning: means over seeds, with 95% intervals. Training loss: {window}."
     return heads, cells, caption
 
 
-def _cells(row: Row, names: Sequence[str]) -> list[str]:
+def _learning_cells(row: ComparisonRow, names: Sequence[str]) -> list[str]:
     found = []
     for name in names:
         difference, low, high = (row[f"{name}_difference{end}"] for end in ("", "_low", "_high"))
@@ -222,7 +222,7 @@ def _metric_label(quantity: str) -> str:
     return name if name == quantity else f"held-out {name}"
 
 
-def overall_verdict(row: Row) -> str:
+def overall_verdict(row: ComparisonRow) -> str:
     """Speed and learning in a few words."""
     verdict = str(row["verdict"])
     if verdict == TOO_FEW_TURNS:
@@ -235,13 +235,13 @@ def overall_verdict(row: Row) -> str:
     return f"{verdict}, and {learning}"
 
 
-def comparison_sentences(rows: Sequence[Row]) -> list[str]:
+def comparison_sentences(rows: Sequence[ComparisonRow]) -> list[str]:
     """How each variant differs from the first, and at last which one to choose; commands are in backticks."""
     others = [row for row in rows[1:] if not row["verdict"].startswith("noise")]
-    return [*map(_sentence, others), _recommendation_sentence(rows[0], others)] if others else []
+    return [*map(_variant_sentence, others), _recommendation_sentence(rows[0], others)] if others else []
 
 
-def _sentence(row: Row) -> str:
+def _variant_sentence(row: ComparisonRow) -> str:
     name, verdict, learning = row["variant"], row["verdict"], row["learning"]
     if "failed" in verdict:
         return f"{name}: {verdict}."
@@ -270,7 +270,7 @@ def _sentence(row: Row) -> str:
     return f"{name} {speed}, and {learning}: {size}; {more} seeds would confirm a difference of that size."
 
 
-def recommended_row(rows: Sequence[Row], allowed: Sequence[bool]) -> Row | None:
+def recommended_row(rows: Sequence[ComparisonRow], allowed: Sequence[bool]) -> ComparisonRow | None:
     """The fastest of the rows that are `allowed`, whose loss is known and not found to be worse; None if the
     first one failed, or its loss is not finite.
     """
@@ -286,7 +286,7 @@ def recommended_row(rows: Sequence[Row], allowed: Sequence[bool]) -> Row | None:
     return min(better, key=lambda row: row[f"{row['decided_by']}_difference"]) if better else rows[0]
 
 
-def _recommendation_sentence(first: Row, others: Sequence[Row]) -> str:
+def _recommendation_sentence(first: ComparisonRow, others: Sequence[ComparisonRow]) -> str:
     chosen = next((row for row in (first, *others) if row["chosen"]), None)
     if chosen is None:
         return f"{first['variant']} failed, or its loss is not finite: there is nothing to compare with."

@@ -27,17 +27,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ddprun import TURNS_VARIABLE
+from ddprun import COMPARE_TURNS_VARIABLE
 from ddprun.compare import learning
 from ddprun.compare.hosts import HostCoordinator
-from ddprun.compare.learning import Row
+from ddprun.compare.learning import ComparisonRow
 from ddprun.compare.time_slices import TimeSliceScheduler
 from ddprun.config import LoadedPipeline, load
 from ddprun.host.processes import SAME_REQUEST_S
 from ddprun.launch.launcher import overrides_variable
 from ddprun.report.digest import RunDigest, StepTimes, digest_run
 from ddprun.run_files import open_file
-from ddprun.telemetry.reader import NoRunError, Run
+from ddprun.telemetry.reader import NoRunError, RecordedRun
 from ddprun.telemetry.records import Summary
 from ddprun.telemetry.writer import nonfinite_to_none
 from ddprun.units import format_bytes, format_count, format_table
@@ -127,13 +127,13 @@ class TurnTimes(NamedTuple):
 class SeedRun:
     folder: Path
     seed: int | None = None  # None: the pipeline's own
-    code: int | None = None  # the exit code of its process
+    exit_code: int | None = None  # the exit code of its process
     digest: RunDigest | None = None
     times_by_turn: dict[int, TurnTimes] = field(default_factory=dict)
 
     @property
     def completed(self) -> bool:
-        return self.code == 0 and self.digest is not None
+        return self.exit_code == 0 and self.digest is not None
 
     @property
     def summary(self) -> Summary | None:
@@ -182,7 +182,7 @@ class SpeedRatio:
         return max(self.high, 1 / self.low, 1.0)
 
 
-def run_all(
+def run_variants(
     chosen: Sequence[Variant],
     seeds: Sequence[int | None],
     folder: Path,
@@ -203,13 +203,13 @@ def run_all(
             side.runs.append(SeedRun(folder / name, seed))
         with_seed = "" if len(seeds) == 1 else f" with seed {seed}"
         progress(f"starting {format_count(len(sides), 'run')}{with_seed}")
-        asyncio.run(_take_turns(sides, turn_steps, arguments, progress, hosts))
+        asyncio.run(_run_in_turns(sides, turn_steps, arguments, progress, hosts))
         for side in sides:
-            fill_from_records(side.runs[-1], turn_steps)
+            load_run_records(side.runs[-1], turn_steps)
     return sides
 
 
-async def _take_turns(
+async def _run_in_turns(
     sides: Sequence[VariantRuns],
     turn_steps: int,
     arguments: Sequence[str],
@@ -223,7 +223,7 @@ async def _take_turns(
         # Runs that wait for their turn fail when the scheduler ends.
         async with TimeSliceScheduler(turn_steps) as scheduler:
             for number, side in enumerate(sides):
-                processes.append(_start(side, scheduler.environment_value(number), arguments, hosts))
+                processes.append(_start_run(side, scheduler.environment_value(number), arguments, hosts))
                 scheduler.add_run(number, processes[-1].poll)
             await scheduler.wait_until_all_idle()
             while scheduler.any_alive():
@@ -238,12 +238,12 @@ async def _take_turns(
                 turns += 1
                 progress(f"{format_count(turns, 'turn')} of {turn_steps} steps")
             for side, process in zip(sides, processes, strict=True):
-                side.runs[-1].code = process.wait()
+                side.runs[-1].exit_code = process.wait()
     finally:
-        _terminate(processes)
+        _terminate_processes(processes)
 
 
-def _start(
+def _start_run(
     side: VariantRuns, turns: str, arguments: Sequence[str], hosts: HostCoordinator | None
 ) -> Popen[bytes]:
     """Start the last run of a variant; `turns` tells it how to reach the scheduler."""
@@ -255,7 +255,7 @@ def _start(
     command += ["--nnodes", "1", *arguments] if hosts is None else hosts.run_arguments(run.folder)
     run.folder.parent.mkdir(parents=True, exist_ok=True)
     log_file = log_path(run, 0 if hosts is None else hosts.index)
-    environment = {**os.environ, TURNS_VARIABLE: turns, **overrides_variable(overrides)}
+    environment = {**os.environ, COMPARE_TURNS_VARIABLE: turns, **overrides_variable(overrides)}
     with open_file(log_file.parent, log_file.name, "wb") as log:
         # In a session of its own: Ctrl-C is for the comparison, which ends them.
         return Popen(command, stdin=DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True)
@@ -267,7 +267,7 @@ def log_path(run: SeedRun, host: int = 0) -> Path:
     return run.folder.with_name(f"{run.folder.name}{suffix}.log")
 
 
-def _terminate(processes: Sequence[Popen[bytes]]) -> None:
+def _terminate_processes(processes: Sequence[Popen[bytes]]) -> None:
     """End the processes that still run: all at once, and by force after a while."""
     until = time.monotonic() + _TERMINATION_TIMEOUT_S
     left = [process for process in processes if process.poll() is None]
@@ -286,14 +286,14 @@ def _terminate(processes: Sequence[Popen[bytes]]) -> None:
             process.wait()
 
 
-def fill_from_records(run: SeedRun, turn_steps: int) -> None:
+def load_run_records(run: SeedRun, turn_steps: int) -> None:
     """Read what a run has recorded, its steps by turns of `turn_steps`.
 
     The first turn warms up and does not count; nor do steps that measure fidelity, which takes time of its
     own.
     """
     try:
-        found = Run(run.folder)
+        found = RecordedRun(run.folder)
     except NoRunError:
         return
     measured = {
@@ -421,15 +421,20 @@ def _uses_noop_hook(side: VariantRuns) -> bool:
     return any("noop" in sent.hooks for stage in stages for sent in stage.traffic)
 
 
-def speed_and_learning_tables(rows: Sequence[Row]) -> list[tuple[list[str], list[list[str]], str]]:
+def speed_and_learning_tables(rows: Sequence[ComparisonRow]) -> list[tuple[list[str], list[list[str]], str]]:
     """What a reader wants of the rows, a table of speed and one of learning: heads, cells, and a caption."""
-    speed = [[*(_cell(key, row) for key in _SPEED_COLUMNS), learning.overall_verdict(row)] for row in rows]
+    speed = [
+        [*(_speed_cell(key, row) for key in _SPEED_COLUMNS), learning.overall_verdict(row)] for row in rows
+    ]
     turns = format_count(rows[0]["turns"], "turn")  # the others' further turns are compared with nothing
     caption = f"Speed: over {turns}, with 95% intervals."
-    return [([*(head for head, _ in _SPEED_COLUMNS.values()), ""], speed, caption), learning.table(rows)]
+    return [
+        ([*(head for head, _ in _SPEED_COLUMNS.values()), ""], speed, caption),
+        learning.learning_table(rows),
+    ]
 
 
-def render(rows: Sequence[Row], form: str) -> str:
+def render_rows(rows: Sequence[ComparisonRow], form: str) -> str:
     """At least one row as text, json, csv or markdown."""
     if form == "json":
         return json.dumps(nonfinite_to_none(list(rows)), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
@@ -456,7 +461,7 @@ def render(rows: Sequence[Row], form: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _cell(key: str, row: Row) -> str:
+def _speed_cell(key: str, row: ComparisonRow) -> str:
     if row[key] is None:
         return "-"
     text = _SPEED_COLUMNS[key][1](row[key])

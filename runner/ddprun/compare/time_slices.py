@@ -7,14 +7,14 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Self
 
-from ddprun.host.rank_files import SHORT_PARENT, temporary_launcher_folder
+from ddprun.host.rank_files import SHORT_PATH_PARENT, temporary_launcher_folder
 
 _POLL_S = 0.2
 
 
 @dataclass(slots=True)
 class _ScheduledRun:
-    exit_code: Callable[[], int | None]  # of its process; None while that runs
+    poll_exit_code: Callable[[], int | None]  # of its process; None while that runs
     ranks: int | None = None  # how many it has; None until one has connected
     connections: set[asyncio.StreamWriter] = field(default_factory=set)
     waiting_connections: set[asyncio.StreamWriter] = field(default_factory=set)
@@ -31,14 +31,14 @@ class TimeSliceScheduler:
         self._turn_steps = turn_steps
         # Only this user can connect to what is in it. TMPDIR may be too long for the path of a socket.
         self._stack = ExitStack()
-        folder = self._stack.enter_context(temporary_launcher_folder(SHORT_PARENT))
+        folder = self._stack.enter_context(temporary_launcher_folder(SHORT_PATH_PARENT))
         self._address = f"{folder}/socket"
         self._runs: dict[int, _ScheduledRun] = {}
         self._writers: set[asyncio.StreamWriter] = set()
         self._changed = asyncio.Event()
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_unix_server(self._serve, self._address)
+        self._server = await asyncio.start_unix_server(self._serve_rank, self._address)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -73,18 +73,20 @@ class TimeSliceScheduler:
             await self._wait_for_turn_end(scheduled)
 
     def any_alive(self) -> bool:
-        return any(scheduled.exit_code() is None for scheduled in self._runs.values())
+        return any(scheduled.poll_exit_code() is None for scheduled in self._runs.values())
 
     def waiting_runs(self) -> Sequence[int]:
-        return [run for run, one in self._runs.items() if one.waits_for_turn() and one.exit_code() is None]
+        return [
+            run for run, one in self._runs.items() if one.waits_for_turn() and one.poll_exit_code() is None
+        ]
 
     async def _wait_for_turn_end(self, scheduled: _ScheduledRun) -> None:
-        while scheduled.exit_code() is None and not scheduled.waits_for_turn():
+        while scheduled.poll_exit_code() is None and not scheduled.waits_for_turn():
             self._changed.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), _POLL_S)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_rank(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Listen to a rank: it says of which run it is, then `p` each time it waits for its turn."""
         self._writers.add(writer)
         try:

@@ -2,10 +2,9 @@
 
 from ddprun.config.choices import Choice, metric_name
 from ddprun.config.faults import PipelineError, PipelineFault
-from ddprun.config.load import Loaded, LoadedPipeline, load, load_trackers
+from ddprun.config.load import LoadedPipeline, LoadedSettings, load, load_trackers
 from ddprun.config.schema import Pipeline
 from ddprun.config.sections import Compile, DataPair, Ddp, Launch, Loader
-from ddprun.config.signatures import length_option_to_fill, tensor_options
 from ddprun.config.stages import (
     BEST_FILE,
     AverageStage,
@@ -20,4 +19,5 @@ from ddprun.config.stages import (
     StepStageSettings,
     TrainStage,
 )
+from ddprun.config.torch_signatures import length_option_to_fill, tensor_options
 from ddprun.sync.plan import BufferSettings

@@ -10,7 +10,7 @@ from ddprun_hooks.config.messages import closest_match as closest_match
 from ddprun_hooks.config.messages import format_message
 
 Severity = Literal["error", "warning"]
-Redact = Callable[[str], str]  # a text without the secrets in it
+RedactFunction = Callable[[str], str]  # a text without the secrets in it
 
 _MAX_QUOTED_COLUMNS = 110  # columns of a quoted line; a longer line is cut around the fault
 _BREAK = re.compile(r"\r\n|\n|\r")
@@ -23,7 +23,7 @@ class Source:
     """A text that values come from: the file, or one override."""
 
     name: str  # the file as the user named it, or `--set 2` for the second override
-    order: int = 0  # 0 for the file, n for the n-th override: faults are shown in this order
+    override_number: int = 0  # 0 for the file, n for the n-th override: faults are shown in this order
     lines: tuple[str, ...] = field(default=(), repr=False, compare=False)  # with any secrets in them
 
     @classmethod
@@ -72,7 +72,7 @@ class PipelineFault:
         path = f"{self.path}: " if self.path else ""
         return _escaped(f"{where}: {kind}{path}{self.message}")
 
-    def redacted(self, redact_text: Redact, redact_line: Redact) -> "PipelineFault":
+    def redacted(self, redact_text: RedactFunction, redact_line: RedactFunction) -> "PipelineFault":
         """The fault with its words redacted, and without its line if that has anything to redact."""
         source, line = self.place.source, self.place.source_line
         lines = source.lines if redact_line(line) == line else ()

@@ -12,14 +12,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ddprun.config import errors
 from ddprun.config import overrides as overriding
-from ddprun.config import resolved as resolving
-from ddprun.config.built_ins import Mlp
+from ddprun.config import validation_errors
+from ddprun.config import yaml_writer as resolving
+from ddprun.config.built_in_options import MlpOptions
 from ddprun.config.checks import KeyConflict, find_conflicts, find_equal_trackers
 from ddprun.config.choices import Choice
 from ddprun.config.faults import PipelineError, PipelineFault, Place, Source
-from ddprun.config.reader import parse_yaml, read_file
 from ddprun.config.schema import Pipeline, pipeline_with_cluster_keys
 from ddprun.config.secrets import (
     Secrets,
@@ -31,18 +30,19 @@ from ddprun.config.secrets import (
 from ddprun.config.sections import TrackerList
 from ddprun.config.stages import Stage
 from ddprun.config.tree import Entry, KeyPath, Node, find_nearest, format_path, map_strings, parse_path
+from ddprun.config.yaml_reader import parse_yaml, read_pipeline_file
 from ddprun.options import Options
 from ddprun_hooks.config.trust import TRUST_VARIABLE, TrustSettingError, read_trust_policy
 
 FOLDER_PLACEHOLDER = "{here}"  # in a string: the pipeline's folder
-_PLACEHOLDERS: dict[str, Any] = {
-    "model": Choice("model", "mlp", {}, "built-in", Mlp(inputs=1, outputs=1)),
+_FAULTY_KEY_DEFAULTS: dict[str, Any] = {
+    "model": Choice("model", "mlp", {}, "built-in", MlpOptions(inputs=1, outputs=1)),
     **{kind: Choice(kind, f"placeholder.{kind}", {}, "dotted") for kind in ("data", "loss", "optimizer")},
 }  # stand-ins for faulty keys while rules across the other keys are checked
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loaded:
+class LoadedSettings:
     """Settings that were checked, and where each value came from."""
 
     # Where names and files in them are looked for: the file's own folder, or, if a run is resumed, that of
@@ -55,7 +55,7 @@ class Loaded:
         """A fault that only a run can see, at a key path such as `optimizer.sgd.lr`, or at the nearest key
         above it that the file or an override has; if they have none, it is one of the whole file.
         """
-        path = _segments(key_path)
+        path = _parse_key_path(key_path)
         found = find_nearest(self.root, path)
         place = found.node.place
         if path and found.missing_path == path:
@@ -67,11 +67,11 @@ class Loaded:
 
     def is_given(self, key_path: str) -> bool:
         """Whether the file or an override has the key."""
-        return not find_nearest(self.root, _segments(key_path)).missing_path
+        return not find_nearest(self.root, _parse_key_path(key_path)).missing_path
 
     def expand_env_and_folder(self, key_path: str, value: Any) -> Any:
         """Fill in `${env:NAME}` and `{here}`, the folder; a PipelineError names variables that are unset."""
-        path = _segments(key_path)
+        path = _parse_key_path(key_path)
         if isinstance(value, Choice):
             at = format_path((*path, value.name))
             return replace(value, options=self.expand_env_and_folder(at, value.options))
@@ -88,7 +88,7 @@ class Loaded:
 
         filled = map_strings(value, fill, path=path)
         if faults:
-            raise PipelineError(_sorted(faults))
+            raise PipelineError(_sort_faults(faults))
         return filled
 
     def referenced_variables(self) -> tuple[str, ...]:
@@ -102,7 +102,7 @@ class Loaded:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadedPipeline(Loaded):
+class LoadedPipeline(LoadedSettings):
     """A pipeline that can run."""
 
     path: Path  # the file, as it was named
@@ -154,16 +154,16 @@ def load(path: Path, overrides: Sequence[str] = (), folder: Path | None = None) 
         problem, _, allowed = str(error).partition("; ")
         problem = problem.removeprefix(f"{TRUST_VARIABLE}: ")
         raise PipelineError([PipelineFault(Place(Source(TRUST_VARIABLE)), "", problem, allowed)]) from None
-    written, faults = read_file(path)
+    written, faults = read_pipeline_file(path)
     if written is None:
-        raise PipelineError(Secrets().redact_faults(_sorted(faults)))
-    root, refused = overriding.apply(written, overrides)
+        raise PipelineError(Secrets().redact_faults(_sort_faults(faults)))
+    root, refused = overriding.apply_overrides(written, overrides)
     faults += refused
     secrets = Secrets.collect([*pipeline_strings(written.data()), *pipeline_strings(root.data())])
     faults += _secret_and_reference_faults(root)
     folder = path.resolve().parent if folder is None else folder
     pipeline, more = _validate_tree(root, path, secrets)
-    faults = secrets.redact_faults(_sorted([*faults, *more]))
+    faults = secrets.redact_faults(_sort_faults([*faults, *more]))
     if pipeline is None or any(fault.severity == "error" for fault in faults):
         raise PipelineError(faults)
     return LoadedPipeline(
@@ -181,7 +181,7 @@ class _TrackerSettings(Options):
     track: TrackerList = ()
 
 
-def load_trackers(text: str, name: str) -> tuple[Loaded, tuple[Choice, ...]]:
+def load_trackers(text: str, name: str) -> tuple[LoadedSettings, tuple[Choice, ...]]:
     """Read a list of trackers, in YAML, as `track` in a pipeline is read; messages call the text `name`.
     Raises a PipelineError with every fault.
     """
@@ -195,11 +195,11 @@ def load_trackers(text: str, name: str) -> tuple[Loaded, tuple[Choice, ...]]:
         try:
             track = _TrackerSettings.model_validate(root.data()).track
         except ValidationError as error:
-            faults += errors.validation_faults(error, root, secrets.redact)
+            faults += validation_errors.validation_faults(error, root, secrets.redact)
         faults += [_conflict_fault(root, conflict) for conflict in find_equal_trackers(track)]
     if faults:
-        raise PipelineError(secrets.redact_faults(_sorted(faults)))
-    return Loaded(folder=Path.cwd(), root=root, secrets=secrets), track
+        raise PipelineError(secrets.redact_faults(_sort_faults(faults)))
+    return LoadedSettings(folder=Path.cwd(), root=root, secrets=secrets), track
 
 
 def _secret_and_reference_faults(root: Node) -> list[PipelineFault]:
@@ -213,7 +213,7 @@ def _secret_and_reference_faults(root: Node) -> list[PipelineFault]:
     return faults
 
 
-def _segments(key_path: str) -> KeyPath:
+def _parse_key_path(key_path: str) -> KeyPath:
     return tuple(segment for segment, _ in parse_path(key_path)) if key_path else ()
 
 
@@ -228,13 +228,13 @@ def _validate_tree(root: Node, path: Path, secrets: Secrets) -> tuple[Pipeline |
     try:
         pipeline = model.model_validate(data)
     except ValidationError as error:
-        error = errors.with_key_hints(error, model)
-        faults = errors.validation_faults(error, root, secrets.redact)
+        error = validation_errors.add_key_hints(error, model)
+        faults = validation_errors.validation_faults(error, root, secrets.redact)
         faulty |= {str(item["loc"][0]) for item in error.errors(include_url=False)}
     checkable = pipeline
     if checkable is None:
         without_faulty = {key: value for key, value in data.items() if key not in faulty}
-        without_faulty |= {key: choice for key, choice in _PLACEHOLDERS.items() if key in faulty}
+        without_faulty |= {key: choice for key, choice in _FAULTY_KEY_DEFAULTS.items() if key in faulty}
         with suppress(ValidationError):
             checkable = model.model_validate(without_faulty)
     conflicts = find_conflicts(checkable, frozenset(faulty)) if checkable else ()
@@ -243,7 +243,7 @@ def _validate_tree(root: Node, path: Path, secrets: Secrets) -> tuple[Pipeline |
 
 def _conflict_fault(root: Node, conflict: KeyConflict) -> PipelineFault:
     """A conflict at its place in the tree."""
-    found = find_nearest(root, _segments(conflict.path))
+    found = find_nearest(root, _parse_key_path(conflict.path))
     has_key = not found.missing_path and not isinstance(found.node.value, (str, list))
     place = found.key_place if has_key else found.node.place
     words = conflict.problem, conflict.allowed, conflict.suggestion, conflict.severity
@@ -263,10 +263,10 @@ def _folder_safe_name(path: Path) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip(".")[:200] or "pipeline"
 
 
-def _sorted(faults: list[PipelineFault]) -> list[PipelineFault]:
+def _sort_faults(faults: list[PipelineFault]) -> list[PipelineFault]:
     """The file's faults from its top, then those of the overrides, none twice."""
 
     def position(fault: PipelineFault) -> tuple[int, int, int]:
-        return fault.place.source.order, fault.place.line, fault.place.column
+        return fault.place.source.override_number, fault.place.line, fault.place.column
 
     return sorted(dict.fromkeys(faults), key=position)

@@ -5,13 +5,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from ddprun.config.faults import PipelineError, PipelineFault, Place, Source
-from ddprun.config.reader import MAX_BYTES, MAX_DEPTH, parse_yaml
 from ddprun.config.secrets import Secrets
 from ddprun.config.tree import (
     Entry,
     KeyPath,
     Node,
-    existing_choice_for,
+    find_chosen_name,
     find_nearest,
     format_path,
     is_choice_path,
@@ -19,6 +18,7 @@ from ddprun.config.tree import (
     normalize_name,
     parse_path,
 )
+from ddprun.config.yaml_reader import MAX_BYTES, MAX_DEPTH, parse_yaml
 
 _KEY_PATTERN = re.compile(r'(?:[^="]|"[^"]*")*')
 
@@ -29,13 +29,13 @@ def _override_error(place: Place, path: KeyPath, problem: str, allowed: str | No
     return PipelineError([PipelineFault(place, format_path(path), problem, allowed)])
 
 
-def apply(root: Node, overrides: Sequence[str]) -> tuple[Node, list[PipelineFault]]:
+def apply_overrides(root: Node, overrides: Sequence[str]) -> tuple[Node, list[PipelineFault]]:
     """The tree with each override applied in turn, and the faults of those that were not."""
     faults: list[PipelineFault] = []
     for number, text in enumerate(overrides, start=1):
         try:
             _, segments, value = _parse_override(text, Source.from_text(f"--set {number}", number, text))
-            root = _set(root, (), _join_import_path_segments(root, segments), value)
+            root = _set_value_at_path(root, (), _join_import_path_segments(root, segments), value)
         except PipelineError as refused:
             faults += refused.faults
     return root, faults
@@ -108,29 +108,29 @@ def _join_import_path_segments(root: Node, segments: list[_PathSegment]) -> list
     return joined
 
 
-def _set(node: Node | None, path: KeyPath, segments: list[_PathSegment], value: Node) -> Node:
+def _set_value_at_path(node: Node | None, path: KeyPath, segments: list[_PathSegment], value: Node) -> Node:
     """A node with the value set below it; `path` leads to the node."""
     if not segments:
         return value
     (key, place), *rest = segments
     if isinstance(key, int):
-        items = _checked_items(node, path, place, key)
-        items[key] = _set(items[key], (*path, key), rest, value)
+        items = _list_items_for_index(node, path, place, key)
+        items[key] = _set_value_at_path(items[key], (*path, key), rest, value)
         return Node(node.place if node else place, items)
-    mapping = _mapping_to_set_in(node, path, place, key)
-    if key not in mapping and (chosen := existing_choice_for(path, mapping, key)) is not None:
+    mapping = _mapping_for_key(node, path, place, key)
+    if key not in mapping and (chosen := find_chosen_name(path, mapping, key)) is not None:
         if normalize_name(chosen) != normalize_name(key):
             problem = f'the file chooses "{chosen}" here, and "{key}" would be a second choice'
             hint = f"set {format_path(path)} itself, as in '{format_path(path)}={{{key}: {{…}}}}'"
             raise _override_error(place, (*path, key), problem, hint)
         key = chosen
     entry = mapping.get(key)
-    child = _set(entry.node if entry else None, (*path, key), rest, value)
+    child = _set_value_at_path(entry.node if entry else None, (*path, key), rest, value)
     key_place = entry.key_place if entry and rest else place
     return Node(node.place if node else place, {**mapping, key: Entry(key_place, child)})
 
 
-def _checked_items(node: Node | None, path: KeyPath, place: Place, index: int) -> list[Node]:
+def _list_items_for_index(node: Node | None, path: KeyPath, place: Place, index: int) -> list[Node]:
     if node is None or not isinstance(node.value, list):
         problem = "is not a list in the file" if node else "is not in the file"
         raise _override_error(place, path, problem, f"set {format_path(path)} itself")
@@ -141,7 +141,7 @@ def _checked_items(node: Node | None, path: KeyPath, place: Place, index: int) -
     return list(node.value)
 
 
-def _mapping_to_set_in(node: Node | None, path: KeyPath, place: Place, key: str) -> dict[str, Entry]:
+def _mapping_for_key(node: Node | None, path: KeyPath, place: Place, key: str) -> dict[str, Entry]:
     """The mapping in which a key is to be set; a bare name becomes one."""
     if node is None or node.value is None:
         return {}

@@ -17,7 +17,7 @@ _FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
 _INFINITY = re.compile(r"([-+]?)\.(?:inf|Inf|INF)")
 _NAN = re.compile(r"\.(?:nan|NaN|NAN)")
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9]+")
-_PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./+-]*(?: [A-Za-z0-9_./+-]+)*")
+_UNQUOTED_STRING = re.compile(r"[A-Za-z_./][A-Za-z0-9_./+-]*(?: [A-Za-z0-9_./+-]+)*")
 
 INT_MAX = 2**63 - 1  # the largest whole number a pipeline may hold: what fits into 64 bits with a sign
 
@@ -71,7 +71,7 @@ def format_scalar(value: Scalar) -> str:
         mantissa, e, exponent = repr(value).partition("e")
         return f"{mantissa}.0e{exponent}" if e and "." not in mantissa else repr(value)
     if (
-        _PLAIN.fullmatch(value)
+        _UNQUOTED_STRING.fullmatch(value)
         and not value.startswith("...")
         and parse_scalar(value) == value
         and bool_hint(value, quoted=False) is None

@@ -14,7 +14,6 @@ from ddprun.config.choices import (
     parse_schedule,
     trusted_options_model,
 )
-from ddprun.config.errors import validate
 from ddprun.config.stages import (
     AverageStage,
     BroadcastStage,
@@ -25,6 +24,7 @@ from ddprun.config.stages import (
     StepStageSettings,
     TrainStage,
 )
+from ddprun.config.validation_errors import validate
 from ddprun.options import (
     CustomValidator,
     FractionFloat,
@@ -57,7 +57,7 @@ class Pipeline(Options):
     init: sections.InitField | None = None
     """A file of weights to start from; null keeps the weights that the model is created with."""
 
-    freeze: sections.Patterns = ()
+    freeze: sections.NamePatterns = ()
     """Parameters that are not trained: patterns of their names."""
 
     data: sections.DataField
@@ -200,14 +200,14 @@ def pipeline_with_cluster_keys(keys: Iterable[str] = ()) -> type[Pipeline]:
     """`Pipeline` with a key for each cluster backend, None where the file lacks it; for installed ones, if
     one of the file's `keys` may be theirs. An installed backend is imported only if its key is in the file.
     """
-    return _with_clusters(not {*Pipeline.model_fields, *CLUSTERS.built_in()}.issuperset(keys))
+    return _with_clusters(not {*Pipeline.model_fields, *CLUSTERS.built_in_names()}.issuperset(keys))
 
 
 @functools.cache
 def _with_clusters(installed: bool) -> type[Pipeline]:
     fields: dict[str, Any] = {}
-    for name in CLUSTERS.names() if installed else CLUSTERS.built_in():
-        kind: Any = CLUSTERS.options_model(name) if name in CLUSTERS.built_in() else Any
+    for name in CLUSTERS.names() if installed else CLUSTERS.built_in_names():
+        kind: Any = CLUSTERS.options_model(name) if name in CLUSTERS.built_in_names() else Any
         parse = CustomValidator(functools.partial(_parse_cluster, name), {})
         fields[name] = (Annotated[kind | None, parse], Field(default=None, exclude=True))
     return create_model("Pipeline", __base__=Pipeline, __module__=__name__, **fields)

@@ -15,8 +15,9 @@ from ddprun.config.faults import PipelineFault
 from ddprun.config.tree import KeyPath, map_strings
 from ddprun_hooks.config.trust import TRUST_VARIABLE
 
-FILLED_VARIABLE = "DDPRUN_ENV"  # while `DDPRUN_TRUSTED` is set, the only variables that a pipeline may take
-_LOCAL_STORE = re.compile(r"file:|sqlite:|[^:$]+\$")
+# While `DDPRUN_TRUSTED` is set, the only variables that a pipeline may take.
+ALLOWED_ENV_VARIABLE = "DDPRUN_ENV"
+_LOCAL_MLFLOW_STORE = re.compile(r"file:|sqlite:|[^:$]+\$")
 """A store of MLflow's in a file or folder; a variable that begins a URI says itself where the store is."""
 
 REDACTED = "[redacted]"  # written instead of the password in a URL; a pipeline with it does not load
@@ -97,23 +98,23 @@ def secret_or_reference_problem(found: PipelineString) -> tuple[str, str] | None
     if text.count(_ENV_PREFIX) > len(ENV_REFERENCE.findall(text)):
         what = '"${env:" is not followed by a variable\'s name and "}"'
         return what, "write ${env:NAME}; a name holds letters, digits and _"
-    if _ENV_PREFIX in text and _names_written_file(found.path, text):
+    if _ENV_PREFIX in text and _is_output_path(found.path, text):
         return "${env:NAME} is not filled in for the name of a file that is written", "write the name itself"
     for name in referenced_variables(text):
         if is_secret_name(name) and not found.has_secret_key_name:
             problem = f"{name} has the name of a secret, so only an option with such a name may hold it"
             return problem, "such as password or api_token"
-        allowed = [one.strip() for one in os.environ.get(FILLED_VARIABLE, "").split(",")]
+        allowed = [one.strip() for one in os.environ.get(ALLOWED_ENV_VARIABLE, "").split(",")]
         if TRUST_VARIABLE in os.environ and name not in allowed:
-            problem = f"{name} is not filled in: {TRUST_VARIABLE} is set, and {FILLED_VARIABLE} lacks it"
+            problem = f"{name} is not filled in: {TRUST_VARIABLE} is set, and {ALLOWED_ENV_VARIABLE} lacks it"
             names = ",".join([*filter(None, allowed), name])
-            return problem, f"if the pipeline may have its value, set {FILLED_VARIABLE}={names}"
+            return problem, f"if the pipeline may have its value, set {ALLOWED_ENV_VARIABLE}={names}"
     return None
 
 
-def _names_written_file(path: KeyPath, text: str) -> bool:
+def _is_output_path(path: KeyPath, text: str) -> bool:
     """Whether a string names a file or folder that a run writes; all others are fixed names in its folder."""
-    in_store = path[-2:] == ("mlflow", "tracking_uri") and _LOCAL_STORE.match(text) is not None
+    in_store = path[-2:] == ("mlflow", "tracking_uri") and _LOCAL_MLFLOW_STORE.match(text) is not None
     return in_store or path[-2:] == ("save", "to")
 
 
@@ -142,11 +143,11 @@ class Secrets:
         """A text with every known secret, and every password in a URL, replaced."""
         if self._pattern is not None:
             text = self._pattern.sub(lambda match: self._known[match[0]], text)
-        return _URL_QUERY.sub(_masked, _URL_PASSWORD.sub(_masked, text)) if "://" in text else text
+        return _URL_QUERY.sub(_mask_match, _URL_PASSWORD.sub(_mask_match, text)) if "://" in text else text
 
     def redact_line(self, line: str) -> str:
         """As `redact`, for a line that may be no YAML; values of keys with a secret's name are masked."""
-        return self.redact(_KEY_AND_VALUE.sub(_masked, line))
+        return self.redact(_KEY_AND_VALUE.sub(_mask_match, line))
 
     def redact_faults(self, faults: Iterable[PipelineFault]) -> list[PipelineFault]:
         # Cached: many faults quote the same line.
@@ -158,7 +159,7 @@ class Secrets:
         return map_strings(value, lambda _, text: self.redact(text))
 
 
-def _masked(match: re.Match[str]) -> str:
+def _mask_match(match: re.Match[str]) -> str:
     """What stands before the value of a `_URL_PASSWORD` or the like; `${env:NAME}` may stay."""
     return match[0] if _ENV_PREFIX in match["value"] else match["before"] + REDACTED
 

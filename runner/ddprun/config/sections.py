@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, model_validator
 
-from ddprun.config.built_ins import BatchKey, NonEmptyString, OneOrMore, parse_batch_key
+from ddprun.config.built_in_options import BatchKey, NonEmptyString, OneOrMoreStrings, parse_batch_key
 from ddprun.config.choices import Choice, choice_validator, parse_choice, parse_metric
-from ddprun.config.errors import validate
+from ddprun.config.validation_errors import validate
 from ddprun.options import (
     CustomValidator,
     NonNegativeInt,
@@ -49,16 +49,16 @@ def _parse_data_without_held_out(value: Any) -> Choice:
     return Choice("data", choice.name, {**choice.options, "held_out": nothing}, "built-in", settings)
 
 
-WholeData = Annotated[Choice, CustomValidator(_parse_data_without_held_out, "data")]
+DataWithoutHeldOut = Annotated[Choice, CustomValidator(_parse_data_without_held_out, "data")]
 
 
 class DataPair(Options):
     """Training and evaluation data given separately; each is used whole."""
 
-    train: WholeData
+    train: DataWithoutHeldOut
     """What train stages read."""
 
-    evaluate: WholeData | None = None
+    evaluate: DataWithoutHeldOut | None = None
     """What evaluate stages read."""
 
 
@@ -69,7 +69,7 @@ def _parse_data(value: Any) -> Choice | DataPair:
 
 
 DataField = Annotated[Annotated[Choice, choice_validator("data")] | DataPair, CustomValidator(_parse_data)]
-Patterns = Annotated[tuple[NonEmptyString, ...], Field(strict=False)]
+NamePatterns = Annotated[tuple[NonEmptyString, ...], Field(strict=False)]
 
 
 class Init(Options):
@@ -78,10 +78,10 @@ class Init(Options):
     file: Annotated[str, SAFETENSORS_CONSTRAINT]
     """A safetensors file, relative to the pipeline's folder."""
 
-    missing: Patterns = ()
+    missing: NamePatterns = ()
     """Weights that the file may lack, or hold in another shape: they keep their initial values."""
 
-    unexpected: Patterns = ()
+    unexpected: NamePatterns = ()
     """Weights that the file may hold in addition to the model's."""
 
 
@@ -99,7 +99,7 @@ class ParameterGroup(Options):
 
     model_config = ConfigDict(extra="allow", json_schema_extra={"minProperties": 2})
 
-    match: OneOrMore
+    match: OneOrMoreStrings
     """Patterns of the parameters' names."""
 
     optimizer: Literal["first", "others"] | None = Field(default=None, exclude=True)
@@ -121,15 +121,15 @@ class ParameterGroup(Options):
 ParameterGroups = Annotated[tuple[ParameterGroup, ...], Field(strict=False)]
 
 
-class Replay(Options):
+class BalanceReplay(Options):
     """The shares of an earlier run, at the same steps."""
 
     replay: str
     """The run's folder, relative to the pipeline's."""
 
 
-_Weights = Annotated[dict[str, PositiveFloat], Field(min_length=1)]
-_BALANCE_WEIGHTS = TypeAdapter(_Weights, config=ConfigDict(strict=True, allow_inf_nan=False))
+_BalanceWeights = Annotated[dict[str, PositiveFloat], Field(min_length=1)]
+_BALANCE_WEIGHTS = TypeAdapter(_BalanceWeights, config=ConfigDict(strict=True, allow_inf_nan=False))
 
 
 def _parse_balance(value: Any) -> Any:
@@ -137,7 +137,7 @@ def _parse_balance(value: Any) -> Any:
         return value
     if not isinstance(value, dict) or not value:
         raise expected("how ranks share samples", "write speed, {host or rank: weight}, or {replay: folder}")
-    return validate(Replay, value) if "replay" in value else _BALANCE_WEIGHTS.validate_python(value)
+    return validate(BalanceReplay, value) if "replay" in value else _BALANCE_WEIGHTS.validate_python(value)
 
 
 class Loader(Options):
@@ -159,7 +159,9 @@ class Loader(Options):
     """Samples per optimizer step over all ranks, whatever their number; `batch_size` is then the maximum per
     rank and micro-step. null is `batch_size` x ranks x `accumulate`."""
 
-    balance: Annotated[Literal["speed"] | _Weights | Replay | None, CustomValidator(_parse_balance)] = None
+    balance: Annotated[
+        Literal["speed"] | _BalanceWeights | BalanceReplay | None, CustomValidator(_parse_balance)
+    ] = None
     """The ranks' shares of each micro-batch or round: `speed` measures and adjusts them, a mapping of hosts
     or ranks has fixed weights, `{replay: folder}` takes those of an earlier run. null is equal shares."""
 
@@ -222,7 +224,7 @@ class Compile(Options):
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
     """What torch optimises for; `reduce-overhead` and `max-autotune` use CUDA graphs on a GPU."""
 
-    blocks: OneOrMore | None = None
+    blocks: OneOrMoreStrings | None = None
     """The modules that are compiled, by patterns of their names or by their class; `auto` finds those that
     repeat. null compiles the whole model."""
 
@@ -246,9 +248,9 @@ CompileField = Annotated[Compile, CustomValidator(_parse_compile, bool | Compile
 
 _BucketCap = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
 _BucketCaps = Annotated[tuple[_BucketCap, ...], Field(min_length=1)]
-_DEFERRED = ConfigDict(defer_build=True)
-_ONE_BUCKET_CAP = TypeAdapter(_BucketCap, config=_DEFERRED)
-_BUCKET_CAPS = TypeAdapter(_BucketCaps, config=_DEFERRED)
+_DEFERRED_BUILD = ConfigDict(defer_build=True)
+_ONE_BUCKET_CAP = TypeAdapter(_BucketCap, config=_DEFERRED_BUILD)
+_BUCKET_CAPS = TypeAdapter(_BucketCaps, config=_DEFERRED_BUILD)
 
 
 def _parse_bucket_cap(value: Any) -> float | tuple[float, ...]:
@@ -369,7 +371,7 @@ def _parse_module_name(value: Any) -> str:
     if not isinstance(value, str) or not all(part.isidentifier() for part in value.split(".")):
         raise expected("the name of a module", "write it as `import` takes it, such as torchvision.models")
     trust = read_trust_policy()
-    if reason := trust.written_name_refusal(value):
+    if reason := trust.why_not_importable(value):
         raise problem(f'"{value}" may not be imported: {reason}', trust.allowed_message())
     return value
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
 from ddprun.config import sections
-from ddprun.config.built_ins import OneOrMore
+from ddprun.config.built_in_options import OneOrMoreStrings
 from ddprun.config.choices import (
     RESERVED_METRIC_NAMES,
     Choice,
@@ -18,8 +18,8 @@ from ddprun.config.choices import (
     parse_optimizer,
     parse_schedule,
 )
-from ddprun.config.errors import validate
 from ddprun.config.faults import allowed_values
+from ddprun.config.validation_errors import validate
 from ddprun.options import (
     CustomValidator,
     NonNegativeInt,
@@ -29,7 +29,7 @@ from ddprun.options import (
     expected,
     pattern_constraint,
     problem,
-    unknown_name,
+    unknown_name_error,
 )
 from ddprun.sync.plan import BufferSettings, StageFacts, SyncPlan, SyncPolicy, is_due
 
@@ -73,14 +73,14 @@ class StepStageSettings:
         return self.has_backward or self.update is not None
 
     @cached_property
-    def has_schedule_of_run(self) -> bool:
+    def has_run_schedule(self) -> bool:
         """One schedule spans all stages."""
-        return self.schedule is not None and "over" in self.schedule.beside
+        return self.schedule is not None and "over" in self.schedule.sibling_keys
 
     @cached_property
     def schedule_metric(self) -> str | None:
         """The metric by which the schedule steps after evaluations; None: it steps after updates."""
-        return self.schedule.beside.get("metric") if self.schedule and self.updates_weights else None
+        return self.schedule.sibling_keys.get("metric") if self.schedule and self.updates_weights else None
 
     def due_turns(self, step: int) -> list[int]:
         """The indices of the turns that a step of the stage takes, which counts from 1; 0 without turns."""
@@ -108,7 +108,7 @@ class Turn(Options):
     name: Annotated[str, pattern_constraint(r"^[A-Za-z_]\w*$", "a name of letters, digits and _")]
     """What the model's forward gets as `turn`, and what the loss is called in records."""
 
-    match: OneOrMore
+    match: OneOrMoreStrings
     """Patterns of the names of the parameters that are updated."""
 
     every: PositiveInt = 1
@@ -130,7 +130,7 @@ class Stage(Options):
         return f"stages[{self._index}].{self.name}"
 
 
-def _parse_interval(value: Any) -> Any:
+def _parse_evaluation_interval(value: Any) -> Any:
     if isinstance(value, bool) or (not isinstance(value, int) and value != "epoch"):
         raise expected("a whole number of steps, or epoch")
     if value != "epoch" and value < 1:
@@ -141,7 +141,7 @@ def _parse_interval(value: Any) -> Any:
 class StageEvaluation(Options):
     """Evaluate on the held-out data while a stage trains, which leaves training the same, bit for bit."""
 
-    every: Annotated[PositiveInt | Literal["epoch"], CustomValidator(_parse_interval)]
+    every: Annotated[PositiveInt | Literal["epoch"], CustomValidator(_parse_evaluation_interval)]
     """Steps of the stage from one evaluation to the next, or `epoch`: at the end of each epoch of the data.
     The last comes at the stage's end."""
 
@@ -219,7 +219,7 @@ class StepStage(Stage):
     """Base of the stages that take steps. Their keys apply to this stage only."""
 
     name: ClassVar[str] = "step"
-    keys_from_above: ClassVar[Sequence[str]] = OVERRIDABLE_KEYS
+    inherited_keys: ClassVar[Sequence[str]] = OVERRIDABLE_KEYS
 
     steps: PositiveInt | None = None
     """Optimizer steps; in a forward stage, forward passes."""
@@ -227,10 +227,10 @@ class StepStage(Stage):
     epochs: PositiveInt | None = None
     """Passes over the training data."""
 
-    data: sections.WholeData | None = None
+    data: sections.DataWithoutHeldOut | None = None
     """What this stage reads, used whole; null is what `data` above gives for training."""
 
-    # What these keys of a stage leave out holds from above (`keys_from_above`).
+    # What these keys of a stage leave out holds from above (`inherited_keys`).
     sync: sections.SyncChoice = Field("every_step", validate_default=True)
     hooks: sections.HookStack = ()
     buffers: sections.BuffersField = Field("auto", validate_default=True)
@@ -244,7 +244,7 @@ class StepStage(Stage):
     clip_norm: PositiveFloat | None = None
     clip_value: PositiveFloat | None = None
     on_nan: Literal["continue", "stop"] = "stop"
-    freeze: sections.Patterns = ()
+    freeze: sections.NamePatterns = ()
 
     mutate: Annotated[Choice, choice_validator("mutate")] | None = None
     """Change each rank's weights, at the stage's start and after each synchronisation but the last."""
@@ -259,7 +259,7 @@ class StepStage(Stage):
     """End the stage when evaluations stop improving."""
 
     @model_validator(mode="after")
-    def _steps_or_epochs(self) -> Self:
+    def _check_steps_or_epochs(self) -> Self:
         if self.steps is None and self.epochs is None:
             text = f"a {self.name} stage needs a length"
             raise problem(text, "write steps: N or epochs: N", on_key=True)
@@ -296,7 +296,7 @@ class TrainStage(StepStage):
     null updates all that is trained together."""
 
     @model_validator(mode="after")
-    def _turns_fit_together(self) -> Self:
+    def _check_turns(self) -> Self:
         turns = self.turns or ()
         names = [turn.name for turn in turns]
         if reserved := RESERVED_METRIC_NAMES.intersection(names):
@@ -338,7 +338,7 @@ class EvaluateStage(Stage):
 
     name: ClassVar[str] = "evaluate"
 
-    data: sections.WholeData | None = None
+    data: sections.DataWithoutHeldOut | None = None
     """What to measure on, used whole; null is what `data` above holds out."""
 
     steps: PositiveInt | None = None
@@ -383,7 +383,7 @@ def parse_stage(value: Any) -> Stage:
     ((name, settings),) = named.items()
     at = () if isinstance(value, str) else (name,)
     if name not in STAGES:
-        raise unknown_name("stage", name, STAGES, at=at, on_key=True)
+        raise unknown_name_error("stage", name, STAGES, at=at, on_key=True)
     return validate(STAGES[name], {} if settings is None else settings, *at, owner=name)
 
 

@@ -9,7 +9,7 @@ from ddprun.config.faults import Place
 from ddprun.config.scalars import Scalar
 from ddprun.options import KeyPath as KeyPath
 
-_PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+_UNQUOTED_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 
 @dataclass
@@ -57,7 +57,7 @@ def find_nearest(root: Node, path: Sequence[str | int]) -> NearestNode:
     for depth, segment in enumerate(path):
         value, above = node.value, path[:depth]
         if isinstance(value, dict) and isinstance(segment, str):
-            name = segment if segment in value else existing_choice_for(above, value, segment)
+            name = segment if segment in value else find_chosen_name(above, value, segment)
             if name is None:
                 return NearestNode(node, key_place, tuple(path[depth:]), has_fault)
             node, key_place = value[name].node, value[name].key_place
@@ -70,11 +70,11 @@ def find_nearest(root: Node, path: Sequence[str | int]) -> NearestNode:
     return NearestNode(node, key_place, (), has_fault)
 
 
-def existing_choice_for(path: Sequence[str | int], keys: Iterable[str], key: str) -> str | None:
+def find_chosen_name(path: Sequence[str | int], keys: Iterable[str], key: str) -> str | None:
     """The one name that a mapping with these keys chooses, where `key`, which it lacks, can only be that name
     in another spelling, or a second choice; None where `key` is something else.
     """
-    beside = KEYS_BESIDE.get("metric" if "metrics" in path[-2:-1] else str(path[-1]) if path else "", ())
+    beside = SIBLING_KEYS.get("metric" if "metrics" in path[-2:-1] else str(path[-1]) if path else "", ())
     named = [name for name in keys if name not in beside]
     if len(named) != 1 or not is_choice_path(path) or key in beside:
         return None
@@ -86,7 +86,7 @@ def normalize_name(name: str) -> str:
     return name.lower().replace("_", "").removesuffix("loss")
 
 
-KEYS_BESIDE = {
+SIBLING_KEYS = {
     "optimizer": ("closure", "others"),
     "schedule": ("over", "metric"),
     "metric": ("name", "output", "target"),
@@ -130,7 +130,7 @@ def format_path(path: Sequence[str | int]) -> str:
         if isinstance(segment, int):
             text += f"[{segment}]"
         else:
-            plain = _PLAIN_KEY.fullmatch(segment)
+            plain = _UNQUOTED_KEY.fullmatch(segment)
             text += ("." if text else "") + (segment if plain else '"' + segment.replace('"', "'") + '"')
     return text
 

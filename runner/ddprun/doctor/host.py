@@ -13,12 +13,12 @@ import psutil
 from ddprun import __version__
 from ddprun.doctor import Finding, Level, Report
 from ddprun.host import network
-from ddprun.host.dev_shm import REMEDY, ShmSpace, shm_space, shortage
+from ddprun.host.dev_shm import SHM_ADVICE, ShmSpace, find_shm_shortage, shm_space
 from ddprun.host.processes import cores
 from ddprun.units import format_binary_bytes, format_bit_rate, format_count
 
-_LOADERS = 4  # loading processes of a rank for which there should be room
-_BATCH_BYTES = 16 << 20  # of what they load
+_LOADER_WORKERS = 4  # loading processes of a rank for which there should be room
+_LOADED_BATCH_BYTES = 16 << 20  # of what they load
 _NVIDIA_SMI_S = 20.0
 
 
@@ -34,7 +34,7 @@ class Gpus:
 
 def examine_host(ranks: int | None, *, several_hosts: bool = False) -> Report:
     """Examine this host alone, for so many ranks; None: one for each GPU, or two. GPUs take seconds."""
-    gpus, shm = _gpus(), shm_space()
+    gpus, shm = _detect_gpus(), shm_space()
     ranks = ranks or len(gpus.names) or 2
     name, versions, network_interfaces, count = socket.gethostname(), _versions(gpus), interfaces(), cores()
     facts = {
@@ -109,13 +109,13 @@ def shm_finding(name: str, space: ShmSpace | None, ranks: int, *, nccl: bool) ->
     if space is None:
         found = "it does not exist: loader.workers, and NCCL between the GPUs of a host, need it"
         return Finding(name, "/dev/shm", "warning", found, "mount -t tmpfs -o size=1g tmpfs /dev/shm")
-    short = shortage(ranks, _LOADERS, [_BATCH_BYTES], space, nccl=nccl)
+    short = find_shm_shortage(ranks, _LOADER_WORKERS, [_LOADED_BATCH_BYTES], space, nccl=nccl)
     value = {"total_bytes": space.total, "free_bytes": space.free}
     if short is None:
         found = f"{format_binary_bytes(space.total)}, {format_binary_bytes(space.free)} of it free"
         return Finding(name, "/dev/shm", "ok", found, value=value)
     level: Level = "problem" if short.is_fatal else "warning"
-    do = f"{REMEDY}; `loader.workers: 0` and the hook shared_memory need none of it"
+    do = f"{SHM_ADVICE}; `loader.workers: 0` and the hook shared_memory need none of it"
     return Finding(name, "/dev/shm", level, short.message, do, value)
 
 
@@ -132,7 +132,7 @@ def _versions(gpus: Gpus) -> dict[str, str | None]:
     }
 
 
-def _gpus() -> Gpus:
+def _detect_gpus() -> Gpus:
     import torch
     from torch import distributed as dist
 

@@ -27,7 +27,8 @@ from ddprun.units import format_bit_rate, format_duration
 _CLOCK_ROUNDS = 10
 _CLOCK_WARNING_S = 1.0
 
-ELASTIC_TIMEOUT_S = 5.0  # without a sign of life, by its own clock, elastic runs take a host for lost
+# Without a sign of life, by its own clock, elastic runs take a host for lost.
+ELASTIC_HEARTBEAT_TIMEOUT_S = 5.0
 _PORT_COUNT = 3  # a firewall may leave some ports open; so many are tried
 _MAX_CONNECTIONS = 32
 _MAX_PENDING = 1024  # connections from other hosts to one port
@@ -35,16 +36,17 @@ _MAX_PENDING = 1024  # connections from other hosts to one port
 _FIRST_BYTES, _MAX_MESSAGE_BYTES = 64 << 10, 64 << 20
 _REPEATS, _REPEATS_S = 5, 2.0
 _LONG_TRANSFER_S = 0.2  # once a message has the link busy for so long, no longer ones are measured
-_SMALL_NUMBERS = 64  # as many latencies as a gradient bucket: Gloo sends one or two numbers in half as many
+# As many latencies as a gradient bucket: Gloo sends one or two numbers in half as many.
+_SMALL_MESSAGE_NUMEL = 64
 _WARM_UP_BARRIERS, _MOST_BARRIERS, _TOTAL_BARRIERS_S = 5, 200, 1.0
 _MAX_CPU_SHARE = 0.25
 
 MAX_MEASURING_S = 60.0  # what measuring a link takes at most, but for a collective that fails
 _SLOW_MBIT, _HIGH_LATENCY_S = 1000.0, 2e-3
-_ONE_STREAM_MBIT = 10_000.0  # one stream of Gloo's is not to be expected faster, whatever the interface
+_MAX_GLOO_STREAM_MBIT = 10_000.0  # one stream of Gloo's is not to be expected faster, whatever the interface
 _MIN_FRACTION_OF_SPEED = 0.3
 _MAX_ASYMMETRY = 2.0
-MOST_HOSTS_IN_PAIRS = 8  # of so many hosts every pair is measured
+MAX_HOSTS_FOR_ALL_PAIRS = 8  # of so many hosts every pair is measured
 
 
 def clock_offset(store: dist.Store, host: int, hosts: int, within_s: float) -> tuple[float, float]:
@@ -71,7 +73,7 @@ def clock_offset(store: dist.Store, host: int, hosts: int, within_s: float) -> t
 
 
 def clock_findings(names: Sequence[str], offsets: Sequence[tuple[float, float]]) -> list[Finding]:
-    """How far the clocks of each pair are apart, from each host's `clock_offset`."""
+    """How far the clocks of each pair are apart, from each host's `measure_clock_offset`."""
     findings = []
     for (one, (offset, bound)), (other, (others, others_bound)) in itertools.combinations(
         zip(names, offsets, strict=True), 2
@@ -86,7 +88,7 @@ def clock_findings(names: Sequence[str], offsets: Sequence[tuple[float, float]])
         elif apart_s > _CLOCK_WARNING_S:
             level = "warning"
             found += "; times in their logs and records do not match"
-            if apart_s > ELASTIC_TIMEOUT_S:
+            if apart_s > ELASTIC_HEARTBEAT_TIMEOUT_S:
                 level = "problem"
                 found += f", and elastic runs (--max-restarts, --nnodes MIN:MAX) consider {behind} lost"
         do = "let chrony or ntpd set the clocks on both: `chronyc makestep`, `timedatectl`"
@@ -157,11 +159,11 @@ def port_findings(
     return findings
 
 
-def measured_pairs(hosts: int) -> list[tuple[int, int]]:
+def pairs_to_measure(hosts: int) -> list[tuple[int, int]]:
     """Which pairs are measured, one after the other, so that nothing else is on the network: all of up to
     eight hosts; of more, which would take too long, each host and the next one.
     """
-    if hosts <= MOST_HOSTS_IN_PAIRS:
+    if hosts <= MAX_HOSTS_FOR_ALL_PAIRS:
         return list(itertools.combinations(range(hosts), 2))
     return [(host, host + 1) for host in range(hosts - 1)]
 
@@ -201,10 +203,12 @@ def measure_host_link(
         both = _mbit_per_s(nbytes, all_reduces[nbytes], 2 * latency_s)
         there, back = (
             # Each of its messages takes as long as one of the all-reduce's two.
-            _mbit_per_s(nbytes, link.repeat(partial(dist.broadcast, src=source), nbytes), 1.5 * latency_s)
+            _mbit_per_s(
+                nbytes, link.time_collective(partial(dist.broadcast, src=source), nbytes), 1.5 * latency_s
+            )
             for source in (0, 1)
         )
-        by_bytes = rates_by_bytes(all_reduces, latency_s, by_cpu=device.type == "cpu")
+        by_bytes = all_reduce_rates_by_bytes(all_reduces, latency_s, by_cpu=device.type == "cpu")
         return LinkMeasurement(backend, latency_s, there, back, both, nbytes, by_bytes)
     finally:
         dist.destroy_process_group()
@@ -224,7 +228,7 @@ class _LinkBenchmark:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._small = torch.zeros(_SMALL_NUMBERS, device=device)
+        self._small = torch.zeros(_SMALL_MESSAGE_NUMEL, device=device)
         self._memory = torch.empty(_MAX_MESSAGE_BYTES // self._small.element_size(), device=device).zero_()
 
     def time_calls(self, count: int, send: Callable[[], object] = lambda: None) -> list[_CallTiming]:
@@ -246,12 +250,12 @@ class _LinkBenchmark:
         """
         found, nbytes, transfer_s = dict[int, list[_CallTiming]](), _FIRST_BYTES, 0.0
         while nbytes <= _MAX_MESSAGE_BYTES and transfer_s < max(_LONG_TRANSFER_S, latency_s):
-            found[nbytes] = self.repeat(dist.all_reduce, nbytes)
+            found[nbytes] = self.time_collective(dist.all_reduce, nbytes)
             transfer_s = _median_s(found[nbytes]) - 2 * latency_s
             nbytes *= 4
         return found
 
-    def repeat(self, collective: Callable[[torch.Tensor], object], nbytes: int) -> list[_CallTiming]:
+    def time_collective(self, collective: Callable[[torch.Tensor], object], nbytes: int) -> list[_CallTiming]:
         """Some calls of a collective, each followed by a small all-reduce."""
         message = self._memory[: -(-nbytes // self._memory.element_size())]
         calls = list[_CallTiming]()
@@ -271,7 +275,7 @@ def _mbit_per_s(nbytes: int, calls: Sequence[_CallTiming], latency_s: float) -> 
     return 8e-6 * nbytes / max(took_s - latency_s, took_s / 3)
 
 
-def rates_by_bytes(
+def all_reduce_rates_by_bytes(
     all_reduces: Mapping[int, Sequence[_CallTiming]], latency_s: float, *, by_cpu: bool
 ) -> list[tuple[int, float]]:
     """Sizes in bytes, and the Mbit/s of all-reduces. Without those that mostly take latency or, where a CPU
@@ -306,7 +310,7 @@ def link_findings(
     text = f"{one} to {other} {there}, back {back}, both at once {both} each way over {found.backend}"
     do = []
     named = min((speed for speed in speeds_mbit if speed), default=0.0)
-    if slow < _MIN_FRACTION_OF_SPEED * min(named, _ONE_STREAM_MBIT):
+    if slow < _MIN_FRACTION_OF_SPEED * min(named, _MAX_GLOO_STREAM_MBIT):
         text += f"; the interfaces say {format_bit_rate(1e6 * named)}"
         do.append("look for a slower link on the way, other traffic, or a limit (`tc qdisc`, the provider's)")
     if fast > _MAX_ASYMMETRY * slow:

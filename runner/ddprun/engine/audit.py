@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from ddprun.engine.session import Session
-from ddprun.sync.audit import audit
+from ddprun.sync.audit import audit_tensors
 from ddprun_hooks.errors import DisagreementError, format_ranks
 
 _CAUSES = (
@@ -39,9 +39,9 @@ def audit_parameters(
         exempt = frozenset(runtime.frozen.parameters)  # made equal where all ranks synchronise
     buffers, last = dict[str, Tensor](), state.synchronizer
     if state.replicas.parameters == "common" and last is not None and not last.plan.never_exchanges:
-        buffers = runtime.buffers.assumed_equal()
+        buffers = runtime.buffers.buffers_not_synchronized()
     compared = {**dict(runtime.model.named_parameters()), **buffers}
-    result = audit(compared, runtime.exchange.control, groups, exempt, measure_allowed=recorded)
+    result = audit_tensors(compared, runtime.exchange.control, groups, exempt, measure_allowed=recorded)
     drifted = bool(result.differing) and state.replicas.parameters != "apart"
     if not (drifted or recorded):
         return

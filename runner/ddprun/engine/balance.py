@@ -18,15 +18,15 @@ from torch import nn
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
 from ddprun.config import LoadedPipeline, StepStage
-from ddprun.config.sections import Replay
+from ddprun.config.sections import BalanceReplay
 from ddprun.engine.data import global_micro_batch_sizes
 from ddprun.engine.feeds import Feeds
 from ddprun.parallel.ranks import Ranks
-from ddprun.sync.plan import Round
+from ddprun.sync.plan import LocalRound
 from ddprun.telemetry.control_message import OWN_AT, SAMPLES_AT
-from ddprun.telemetry.reader import NoRunError, Run
+from ddprun.telemetry.reader import NoRunError, RecordedRun
 from ddprun.telemetry.records import OWN_PARTS
-from ddprun.telemetry.steps import FloatArray
+from ddprun.telemetry.step_timing import FloatArray
 
 _FIRST_WINDOW, _WINDOW, _WINDOW_US = 8, 16, 1e6  # steps, and how long those of a later window take
 _LEFT_OUT = 2  # steps after a stage's start or a change that are not measured
@@ -40,7 +40,7 @@ assert OWN_PARTS[:_MEASURED] == ("data_us", "forward_us", "backward_us", "hook_u
 Shares = tuple[int, ...]
 
 
-def share_out(weights: Sequence[float], total: int, most: int) -> Shares:
+def apportion(weights: Sequence[float], total: int, most: int) -> Shares:
     """Whole numbers from 1 to `most` that add up to `total`; their largest ratio to a rank's weight is as
     small as possible. 0 is allowed where `total` is less than one each.
     """
@@ -62,7 +62,7 @@ def share_out(weights: Sequence[float], total: int, most: int) -> Shares:
 
 
 @dataclass(eq=False)
-class Balance:
+class ShareBalancer:
     """The ranks' shares from the next step on: fixed, those of an earlier run, or `by_speed`.
 
     By speed: a window of steps (the first is shorter) gives each rank's own work in a step, and so the shares
@@ -73,7 +73,7 @@ class Balance:
     shares: Shares = ()  # samples of each rank in a full micro-batch; empty: no balance, equal shares
     _: KW_ONLY
     speeds: Sequence[float] = ()  # of each rank, in any unit; empty: not known
-    most: int = 0  # that a share by speed may be
+    max_rank_samples: int = 0  # that a share by speed may be
     by_speed: bool = False
     replayed: Mapping[int, Shares] | None = None  # those of an earlier run, by the first step with them
     round_seconds: float | None = None  # how long a rank works in a round; None: that has a fixed size
@@ -91,12 +91,12 @@ class Balance:
         """A stage begins, or is resumed, after this step of the run. Rounds of another stage may take longer:
         it measures its own.
         """
-        self._forget(step)
+        self._discard_measurements(step)
         if self.by_speed and self.local_batch is not None and not resumed:
             self.shares, self.speeds, self._first_window = self._initial_shares, (), True
         self._take_replayed_shares(step + 1)
 
-    def add(self, steps: Sequence[int], messages: FloatArray) -> None:
+    def add_messages(self, steps: Sequence[int], messages: FloatArray) -> None:
         """Take all ranks' control messages about these steps, shape (messages, ranks, numbers)."""
         numbers = messages[..., SAMPLES_AT : OWN_AT + _MEASURED].tolist()
         for step, of_ranks in zip(steps, numbers, strict=True):
@@ -115,19 +115,19 @@ class Balance:
             return math.fsum(parts[:3]) / steps
         return math.fsum(parts) * self.shares[rank] / samples if samples else None
 
-    def changes_after(self, step: int) -> bool:
+    def adjust_shares_after(self, step: int) -> bool:
         """Whether there are other shares from the next step on; alike on all ranks."""
         before = self.shares
         if self.replayed:
             self._take_replayed_shares(step + 1)
         elif self.by_speed and self._window_is_full:
-            self._judge()
+            self._adjust_shares_by_speed()
         if self.shares == before:
             return False
-        self._forget(step)
+        self._discard_measurements(step)
         return True
 
-    def _forget(self, step: int) -> None:
+    def _discard_measurements(self, step: int) -> None:
         self._busy, self._step_us, self._wanted = [], [], None
         self._measure_from = step + 1 + (_LEFT_OUT if self.local_batch is None else _ROUNDS_LEFT_OUT)
 
@@ -143,7 +143,7 @@ class Balance:
             return len(self._busy) >= first
         return len(self._busy) >= later and math.fsum(self._step_us) >= _WINDOW_US
 
-    def _judge(self) -> None:
+    def _adjust_shares_by_speed(self) -> None:
         """Adjust the shares if the window says so, and begin the next one."""
         of_ranks, step_us = [*zip(*self._busy, strict=True)], median(self._step_us)
         busy = [max(1.0, median(one)) for one in of_ranks]
@@ -152,7 +152,7 @@ class Balance:
         speeds = [share / us for share, us in zip(own, busy, strict=True)]
         unit, seconds = self.local_batch or 1, self.round_seconds
         if seconds is None:
-            shares = share_out(speeds, sum(self.shares) // unit, self.most // unit)
+            shares = apportion(speeds, sum(self.shares) // unit, self.max_rank_samples // unit)
         else:
             shares = tuple(max(1, int(seconds * 1e6 * speed / unit)) for speed in speeds)
         shares = tuple(share * unit for share in shares)
@@ -180,7 +180,7 @@ class Balance:
         same = self.by_speed and len(shares) == len(self.shares)
         same = same and not any(share % (self.local_batch or 1) for share in shares)
         if self.round_seconds is None:
-            same = same and sum(shares) == sum(self.shares) and max(shares) <= self.most
+            same = same and sum(shares) == sum(self.shares) and max(shares) <= self.max_rank_samples
         if same:
             self.shares, self.speeds, self._first_window = shares, state["speeds"], state["first_window"]
 
@@ -191,7 +191,7 @@ def _median_error(values: Sequence[float], middle: float) -> float:
     return _MEDIAN_ERROR * deviation / math.sqrt(len(values))
 
 
-class Balances(dict[Round | None, Balance]):
+class ShareBalancers(dict[LocalRound | None, ShareBalancer]):
     """Those of a pipeline's stages, by their round; None: of steps in which all ranks average gradients."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -203,12 +203,12 @@ class Balances(dict[Round | None, Balance]):
                 balance.load_state_dict(state[str(one_round)])
 
 
-def open_balances(loaded: LoadedPipeline, feeds: Feeds, ranks: Ranks) -> Balances:
+def build_share_balancers(loaded: LoadedPipeline, feeds: Feeds, ranks: Ranks) -> ShareBalancers:
     """What the file asks for, with the shares that the feeds begin with; raises PipelineError for what only
     a run can see. Called by all ranks.
     """
     loader, of_stages = loaded.pipeline.loader, feeds.by_name().values()
-    by_round = defaultdict[Round | None, dict[int, StepStage]](dict)
+    by_round = defaultdict[LocalRound | None, dict[int, StepStage]](dict)
     for stage, settings in loaded.pipeline.stages_and_settings():
         by_round[settings.plan.round][stage.index] = stage
     unequal = loader.balance is not None or bool(by_round.keys() - {None})
@@ -216,23 +216,23 @@ def open_balances(loaded: LoadedPipeline, feeds: Feeds, ranks: Ranks) -> Balance
         text = "unequal shares clash with loading processes for iterable data: "
         text += "new ones would have to read it again from its start"
         raise loaded.error("loader.workers", text, "write workers: 0")
-    balances = Balances({None: Balance()})
+    balances = ShareBalancers({None: ShareBalancer()})
     for one_round, stages in by_round.items():
-        balances[one_round] = _open_balance(loaded, ranks, stages, one_round)
+        balances[one_round] = _build_share_balancer(loaded, ranks, stages, one_round)
     for feed in of_stages:
         feed.set_shares(balances[None].shares)
     return balances
 
 
-def _open_balance(
-    loaded: LoadedPipeline, ranks: Ranks, stages: Mapping[int, StepStage], one_round: Round | None
-) -> Balance:
+def _build_share_balancer(
+    loaded: LoadedPipeline, ranks: Ranks, stages: Mapping[int, StepStage], one_round: LocalRound | None
+) -> ShareBalancer:
     """That of stages, by their index, with this round. Shares of a round are whole batches, and by speed
     unless `loader.balance` says otherwise.
     """
     loader = loaded.pipeline.loader
     if loader.balance is None and one_round is None:
-        return Balance()
+        return ShareBalancer()
     size, total = 1, global_micro_batch_sizes(loader, ranks.size)[0]
     most = int(loader.max_share * loader.batch_size)
     if one_round is not None:
@@ -246,17 +246,17 @@ def _open_balance(
             text += f"for each of {ranks.size} ranks"
             raise loaded.error(key, text, f"at least {size * ranks.size} samples")
     is_fixed = isinstance(loader.balance, dict)
-    weights = _fixed_weights(loaded, ranks) if is_fixed else [1.0] * ranks.size
-    shares, replayed = tuple(size * share for share in share_out(weights, total // size, total // size)), None
-    if isinstance(loader.balance, Replay):
+    weights = _fixed_rank_weights(loaded, ranks) if is_fixed else [1.0] * ranks.size
+    shares, replayed = tuple(size * share for share in apportion(weights, total // size, total // size)), None
+    if isinstance(loader.balance, BalanceReplay):
         replayed = _read_shares(loaded, loader.balance, ranks, stages, one_round, total, size)
         if not replayed:
-            return Balance()
+            return ShareBalancer()
         shares = replayed[min(replayed)]
-    return Balance(
+    return ShareBalancer(
         shares,
         speeds=weights if is_fixed else (),
-        most=most,
+        max_rank_samples=most,
         by_speed=not is_fixed and replayed is None,
         replayed=replayed,
         round_seconds=None if one_round is None else one_round.seconds,
@@ -264,7 +264,7 @@ def _open_balance(
     )
 
 
-def _fixed_weights(loaded: LoadedPipeline, ranks: Ranks) -> list[float]:
+def _fixed_rank_weights(loaded: LoadedPipeline, ranks: Ranks) -> list[float]:
     """Each rank's, as `loader.balance` names them."""
     given = loaded.pipeline.loader.balance
     assert isinstance(given, dict), "the weights are fixed"
@@ -280,10 +280,10 @@ def _fixed_weights(loaded: LoadedPipeline, ranks: Ranks) -> list[float]:
 
 def _read_shares(
     loaded: LoadedPipeline,
-    setting: Replay,
+    setting: BalanceReplay,
     ranks: Ranks,
     stages: Container[int],
-    one_round: Round | None,
+    one_round: LocalRound | None,
     total: int,
     unit: int,
 ) -> dict[int, Shares]:
@@ -295,7 +295,7 @@ def _read_shares(
 
     def read() -> list[Any] | str:
         try:
-            return [[one.stage, one.step, one.samples] for one in Run(folder).shares]
+            return [[one.stage, one.step, one.samples] for one in RecordedRun(folder).shares]
         except NoRunError as error:
             return str(error)
 

@@ -31,16 +31,16 @@ from ddprun.config import (
 )
 from ddprun.config.choices import CHOICE_KINDS, parse_object_spec
 from ddprun.config.tree import KeyPath, format_path, parse_path
-from ddprun.engine.data import ErrorFactory, is_iterable
-from ddprun.engine.model_with_loss import ModelWithLoss, loss_joins_model, model_alone
-from ddprun.engine.samples import Collate
+from ddprun.engine.data import ErrorFactory, is_iterable_dataset
+from ddprun.engine.model_with_loss import ModelWithLoss, bare_model, loss_joins_model
+from ddprun.engine.samples import CollateFunction
 from ddprun.engine.stateful_metric import StatefulMetric
 from ddprun.engine.turns import Turns
-from ddprun.engine.weights import freeze
+from ddprun.engine.weights import freeze_in_all_stages
 from ddprun.units import format_count
 from ddprun.zoo.data import DATASETS, DataError, TrainEvalSplit
-from ddprun.zoo.functions import FUNCTIONS
 from ddprun.zoo.models import MODELS
+from ddprun.zoo.weight_functions import WEIGHT_FUNCTIONS
 from ddprun_hooks.config.import_path import import_trusted
 from ddprun_hooks.config.trust import (
     FOLDER_PREFIX,
@@ -85,7 +85,7 @@ class ChoiceBuilder:
     options: dict[str, Any]
 
     @classmethod
-    def from_path(cls, loaded: LoadedPipeline, path: str, choice: Choice) -> "ChoiceBuilder":
+    def from_key_path(cls, loaded: LoadedPipeline, path: str, choice: Choice) -> "ChoiceBuilder":
         """A choice at a key path. The objects in the options of an import path are made."""
         key = tuple(segment for segment, _ in parse_path(path))
         options = dict(loaded.expand_env_and_folder(path, choice).options)
@@ -146,7 +146,7 @@ class ChoiceBuilder:
                 raise self.error(f'"{self.name}": {error}', allowed) from None
         return functools.partial(target, **self.options)
 
-    def call(self) -> Any:
+    def call_target(self) -> Any:
         """What a dotted class or function makes. What it raises gets a note of its place in the file."""
         make = self.bound_callable(wanted="a class or a function")
         try:
@@ -173,7 +173,7 @@ class ChoiceBuilder:
     def _with_location(self, text: str) -> str:
         return self.loaded.fault(format_path(self.key), text).headline
 
-    def factory_over(self, argument: str, value: Any) -> Callable[[], Any]:
+    def factory_with_argument(self, argument: str, value: Any) -> Callable[[], Any]:
         """A factory of objects over `value`, given as `argument` or, if free, as the first one."""
         target = self.import_target()
         try:
@@ -195,7 +195,7 @@ class ChoiceBuilder:
         if self.source == "torch":
             make = functools.partial(getattr(torch_module, self.name), value, **self.options)
         elif argument:
-            make = self.factory_over(argument, value)
+            make = self.factory_with_argument(argument, value)
         else:
             make = functools.partial(self.bound_callable(value), value)
         made = self.call_constructor(make)
@@ -226,7 +226,7 @@ def _build_option(loaded: LoadedPipeline, value: Any, key: KeyPath) -> Any:
         given = wanted.options or {}
         options = {name: _build_option(loaded, item, (*key, name)) for name, item in given.items()}
         chosen = ChoiceBuilder(loaded, key, "", wanted.name, "dotted", options)
-        return chosen.import_target() if wanted.options is None else chosen.call()
+        return chosen.import_target() if wanted.options is None else chosen.call_target()
     if isinstance(value, dict):
         return {name: _build_option(loaded, item, (*key, name)) for name, item in value.items()}
     if isinstance(value, list):
@@ -235,14 +235,14 @@ def _build_option(loaded: LoadedPipeline, value: Any, key: KeyPath) -> Any:
 
 
 def build_model(loaded: LoadedPipeline) -> nn.Module:
-    chosen = ChoiceBuilder.from_path(loaded, "model", loaded.pipeline.model)
-    made = MODELS[chosen.name](**chosen.options) if chosen.source == "built-in" else chosen.call()
+    chosen = ChoiceBuilder.from_key_path(loaded, "model", loaded.pipeline.model)
+    made = MODELS[chosen.name](**chosen.options) if chosen.source == "built-in" else chosen.call_target()
     if not isinstance(made, nn.Module):
         raise chosen.error(chosen.describe_result(made), _REQUIREMENTS_BY_KIND["model"].description)
     return made
 
 
-def place_model(
+def move_and_convert_model(
     loaded: LoadedPipeline, model: nn.Module, device: torch.device, dtype: torch.dtype | None
 ) -> nn.Module:
     """A model on its device, in the file's memory format. With `sync_batchnorm`, its BatchNorm is
@@ -270,10 +270,10 @@ class HeldOutData:
 
     dataset: Any  # None: there is none
     make_error: ErrorFactory  # at its place in the file
-    collate: Collate | None
+    collate: CollateFunction | None
 
 
-def build_data(loaded: LoadedPipeline) -> tuple[Any, HeldOutData]:
+def build_datasets(loaded: LoadedPipeline) -> tuple[Any, HeldOutData]:
     """Training data, and what is held out."""
     data = loaded.pipeline.data
     if not isinstance(data, DataPair):
@@ -287,16 +287,16 @@ def build_data(loaded: LoadedPipeline) -> tuple[Any, HeldOutData]:
 
 def build_dataset(loaded: LoadedPipeline, path: str, choice: Choice) -> TrainEvalSplit:
     """The data that a choice names: training data, and evaluation data if a built-in brings some."""
-    chosen = ChoiceBuilder.from_path(loaded, path, choice)
+    chosen = ChoiceBuilder.from_key_path(loaded, path, choice)
     if chosen.source == "built-in":
         try:
             return DATASETS[chosen.name](folder=loaded.folder, **chosen.options)
         except DataError as error:
             raise chosen.error(str(error)) from None
-    made = chosen.call()
+    made = chosen.call_target()
     if not (hasattr(made, "__iter__") or hasattr(made, "__getitem__")):
         raise chosen.error(chosen.describe_result(made), "expected a map-style or iterable PyTorch dataset")
-    if not is_iterable(made) and not hasattr(made, "__len__"):
+    if not is_iterable_dataset(made) and not hasattr(made, "__len__"):
         raise chosen.error(f'"{chosen.name}" has no __len__', "a map-style dataset has one")
     if isinstance(made, DataLoader):
         allowed = "give the data set itself; batch_size, workers and collate are under `loader`"
@@ -326,7 +326,7 @@ def _wrap_held_out(loaded: LoadedPipeline, path: str, choice: Choice | None, dat
     return HeldOutData(dataset, data_error_factory(loaded, path, choice), collate)
 
 
-def build_collate(loaded: LoadedPipeline, *, held_out: bool = False) -> Collate | None:
+def build_collate(loaded: LoadedPipeline, *, held_out: bool = False) -> CollateFunction | None:
     """What makes a batch of a list of samples; None: torch's `default_collate`."""
     loader = loaded.pipeline.loader
     own = loader.evaluate_collate if held_out else None
@@ -334,17 +334,17 @@ def build_collate(loaded: LoadedPipeline, *, held_out: bool = False) -> Collate 
     if choice is None:
         return None
     path = "loader.evaluate_collate" if own else "loader.collate"
-    return _function_or_object(loaded, path, choice, "a list of samples")
+    return _build_unary_callable(loaded, path, choice, "a list of samples")
 
 
-def _function_or_object(
+def _build_unary_callable(
     loaded: LoadedPipeline, path: str, choice: Choice, argument: str
 ) -> Callable[[Any], Any]:
     """A function with its options, or an object of a class with these: either is called with one argument."""
-    chosen = ChoiceBuilder.from_path(loaded, path, choice)
+    chosen = ChoiceBuilder.from_key_path(loaded, path, choice)
     if not inspect.isclass(chosen.import_target()):
         return chosen.bound_callable(None)
-    made: Callable[[Any], Any] = chosen.call()
+    made: Callable[[Any], Any] = chosen.call_target()
     try:
         inspect.signature(made).bind(None)
     except TypeError as error:
@@ -358,8 +358,8 @@ def build_sampler_order(loaded: LoadedPipeline, dataset: Any) -> Callable[[int],
     choice = loaded.pipeline.loader.sampler
     if choice is None:
         return None
-    chosen = ChoiceBuilder.from_path(loaded, "loader.sampler", choice)
-    make = chosen.factory_over("dataset", dataset)
+    chosen = ChoiceBuilder.from_key_path(loaded, "loader.sampler", choice)
+    make = chosen.factory_with_argument("dataset", dataset)
 
     def order(epoch: int) -> list[int]:
         sampler = make()
@@ -382,23 +382,23 @@ def build_sampler_order(loaded: LoadedPipeline, dataset: Any) -> Callable[[int],
     return order
 
 
-def build_batch_weight(loaded: LoadedPipeline) -> Callable[[Any], Any] | None:
+def build_batch_weight_function(loaded: LoadedPipeline) -> Callable[[Any], Any] | None:
     """The user's `weight_by` function of a batch: the weight of its mean loss. None: there is none."""
     choice = loaded.pipeline.weight_by
     if choice is None or choice.source == "built-in":
         return None
-    return ChoiceBuilder.from_path(loaded, "weight_by", choice).bound_callable(None)
+    return ChoiceBuilder.from_key_path(loaded, "weight_by", choice).bound_callable(None)
 
 
 def build_transform(loaded: LoadedPipeline) -> Callable[[Any], Any] | None:
     """What changes a batch in training; None: nothing does."""
     choice = loaded.pipeline.batch.transform
-    return None if choice is None else _function_or_object(loaded, "batch.transform", choice, "a batch")
+    return None if choice is None else _build_unary_callable(loaded, "batch.transform", choice, "a batch")
 
 
 def build_loss(loaded: LoadedPipeline) -> Callable[[Any, Any], Tensor] | None:
     """The loss as a function of (output, target), on the CPU; None where the model returns its own."""
-    chosen = ChoiceBuilder.from_path(loaded, "loss", loaded.pipeline.loss)
+    chosen = ChoiceBuilder.from_key_path(loaded, "loss", loaded.pipeline.loss)
     if chosen.source == "built-in":
         return None
     made: Callable[[Any, Any], Tensor]
@@ -410,7 +410,7 @@ def build_loss(loaded: LoadedPipeline) -> Callable[[Any, Any], Tensor] | None:
         }
         made = chosen.call_constructor(lambda: getattr(nn, chosen.name)(**options))
     elif inspect.isclass(target := chosen.import_target()):
-        made = chosen.call()
+        made = chosen.call_target()
     elif any(isinstance(option, nn.Module) for option in chosen.options.values()):
         text = "a loss that is a function has a module among its options, which nothing would train"
         raise chosen.error(text, "write a class, an nn.Module, that holds the module")
@@ -435,33 +435,33 @@ def join_loss_and_freeze(
             raise loaded.error("loss", text, "rename the model's part")
     if not any(param.requires_grad for param in joined.parameters()):
         raise loaded.error("model", f'"{loaded.pipeline.model.name}" has no parameter to train')
-    freeze(loaded, joined)
+    freeze_in_all_stages(loaded, joined)
     return joined
 
 
 def build_mutate_or_update(loaded: LoadedPipeline, path: str, choice: Choice) -> Callable[..., Any]:
     """A `mutate` of (model), an `update` of (model, closure); dotted ones get the model without its loss."""
-    chosen = ChoiceBuilder.from_path(loaded, path, choice)
+    chosen = ChoiceBuilder.from_key_path(loaded, path, choice)
     if chosen.source == "built-in":
-        return functools.partial(FUNCTIONS[chosen.name], **chosen.options)
+        return functools.partial(WEIGHT_FUNCTIONS[chosen.name], **chosen.options)
     function = chosen.bound_callable(*([None] if choice.kind == "mutate" else [None, None]))
-    return lambda model, *closure: function(model_alone(model), *closure)
+    return lambda model, *closure: function(bare_model(model), *closure)
 
 
-def build_dotted_metric(
+def build_custom_metric(
     loaded: LoadedPipeline, path: str, choice: Choice, device: torch.device
 ) -> Callable[..., Any] | StatefulMetric:
     """A dotted metric: a function of (output, target) that returns a number, or one that accumulates."""
-    chosen = ChoiceBuilder.from_path(loaded, path, choice)
+    chosen = ChoiceBuilder.from_key_path(loaded, path, choice)
     if not inspect.isclass(target := chosen.import_target()):
         return chosen.bound_callable(None, None)
     if not (hasattr(target, "update") and hasattr(target, "compute")):
         problem = f'"{chosen.name}" lacks update or compute'
         raise chosen.error(problem, _REQUIREMENTS_BY_KIND["metric"].description)
-    return StatefulMetric(lambda: chosen.call_constructor(chosen.call), chosen.error, device)
+    return StatefulMetric(lambda: chosen.call_constructor(chosen.call_target), chosen.error, device)
 
 
-def check_sync(loaded: LoadedPipeline, turns: Turns, world_size: int) -> None:
+def check_sync_fits_run(loaded: LoadedPipeline, turns: Turns, world_size: int) -> None:
     """Refuse sources, hosts and fragments that this world and model lack, and hooks on complex gradients."""
     faults = []
     for stage in loaded.pipeline.stages:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ddprun.engine import seeding
-from ddprun.engine.objective import zero_gradients
+from ddprun.engine.objective import zero_gradients_in_backward
 from ddprun.engine.stage_run import StageRun
 from ddprun.parallel.ddp import DdpReplica
 from ddprun.sync.audit import checksums
@@ -41,19 +41,19 @@ class StepClosure:
 
     def begin_optimizer_step(self) -> None:
         """The optimizer is about to step, by the gradients that there are."""
-        self._loss, self._state = self._mean_over_ranks(self._loss), self._checksums()
+        self._loss, self._state = self._mean_over_ranks(self._loss), self._checksum_weights()
 
     def __call__(self) -> Tensor:
         runtime = self._run.session.runtime
-        if self._state != self._checksums():
+        if self._state != self._checksum_weights():
             runtime.optimizer.zero_grad(set_to_none=True)
             with torch.enable_grad():
                 self._loss = self._mean_over_ranks(self._repeat_passes())
             self._clip()
-            self._state = self._checksums()
+            self._state = self._checksum_weights()
         return torch.tensor(self._loss, dtype=torch.float64, device=runtime.device)
 
-    def _checksums(self) -> list[int]:
+    def _checksum_weights(self) -> list[int]:
         """Of weights and gradients: code that changes `param.data` leaves no other trace."""
         params = list(self._run.session.runtime.model.parameters())
         return checksums([*params, *(torch.zeros(()) if one.grad is None else one.grad for one in params)])
@@ -61,20 +61,20 @@ class StepClosure:
     def _repeat_passes(self) -> float:
         runtime, replica, total = self._run.session.runtime, self._replica, 0.0
         traces = list[BucketTrace[Any]]()
-        replica.dispatcher.repeat_step()
-        runtime.buffers.before_forward()
+        replica.dispatcher.restart_step()
+        runtime.buffers.sync_before_forward()
         for index, (content, weight, fixed_rng) in enumerate(self._passes, start=1):
             last = index == len(self._passes)
             with replica.accumulating(not last), fixed_rng():
                 weighted = runtime.objective(replica.ddp, content).loss * weight
-                with nullcontext() if weight else zero_gradients(runtime.model):
+                with nullcontext() if weight else zero_gradients_in_backward(runtime.model):
                     missing = replica.backward(weighted, traces, exchange=last)
                 if missing:
                     where = f"the loss of rank {runtime.ranks.rank} in a call of the closure"
                     raise runtime.objective.unused_parameters_error(missing, where)
             total += float(weighted.detach()) if weight else 0.0
-        runtime.recorder.sync.sent += traces
-        runtime.recorder.sync.completed += traces
+        runtime.recorder.non_backward_exchanges.sent += traces
+        runtime.recorder.non_backward_exchanges.completed += traces
         return total
 
     def _mean_over_ranks(self, loss: float) -> float:

@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters, get_optimize_ddp_mode
 
 from ddprun.config import Compile, LoadedPipeline, PipelineError
-from ddprun.engine.model_with_loss import model_alone
+from ddprun.engine.model_with_loss import bare_model
 from ddprun.engine.weights import matches
 from ddprun.units import abbreviated_list
 
@@ -85,7 +85,7 @@ class GraphCompiler:
     @property
     def breaks(self) -> tuple[GraphBreak, ...]:
         """Each graph break once, in the order of occurrence; those that came before any graph are last."""
-        others = (GraphBreak(_reason_line(reason), "") for reason in counters["graph_break"])
+        others = (GraphBreak(_shorten_reason(reason), "") for reason in counters["graph_break"])
         with_graph = {one.reason for one in self._breaks}
         unexplained = {one: None for one in others if one.reason not in with_graph}
         return tuple({**self._breaks, **unexplained})
@@ -101,7 +101,7 @@ class GraphCompiler:
             return
         frame = ended.user_stack[-1] if ended.user_stack else None
         where = f"{frame.filename}:{frame.lineno}" if frame is not None else ""
-        self._breaks[GraphBreak(_reason_line(ended.reason), where)] = None
+        self._breaks[GraphBreak(_shorten_reason(ended.reason), where)] = None
 
     def _input_parameter_names(self, graph: fx.GraphModule) -> Iterator[tuple[str, str]]:
         """The trained parameters that a graph takes: the name of its input, and the model's."""
@@ -128,9 +128,9 @@ def check_dynamo_config(loaded: LoadedPipeline) -> None:
 def select_blocks(loaded: LoadedPipeline, model: nn.Module, settings: Compile) -> dict[str, nn.Module]:
     """What is compiled, by name, the model itself being ""; a PipelineError if there is no such module."""
     if settings.blocks is None:
-        return {"": model_alone(model)}
+        return {"": bare_model(model)}
     if settings.blocks == ("auto",):
-        if found := dict(_repeated_blocks(model_alone(model), "")):
+        if found := dict(_repeated_blocks(bare_model(model), "")):
             return found
         text = "no block of the model repeats: no list of modules holds two of one class that are made of "
         raise loaded.error("compile.blocks", f"{text}modules", "write compile: true, or name the modules")
@@ -188,7 +188,7 @@ def compile_model(
     assert settings is not None, "the pipeline compiles its model"
     blocks = select_blocks(loaded, model, settings)
     if backend == "inductor":
-        _keep_precompiled_headers()
+        _link_precompiled_headers()
     import torch._inductor.config
 
     torch._dynamo.config.optimize_ddp = False
@@ -201,8 +201,10 @@ def compile_model(
         counters[name].clear()
     ddp = loaded.pipeline.ddp
     cut = (ddp.bucket_caps_bytes[0], ddp.largest_cap_bytes) if settings.blocks is None else None
-    compiler = GraphCompiler(model, _backend(settings, backend), cut)
-    call = torch.compile(_call, backend=compiler, dynamic=settings.dynamic, fullgraph=settings.fullgraph)
+    compiler = GraphCompiler(model, _load_backend(settings, backend), cut)
+    call = torch.compile(
+        _call_module, backend=compiler, dynamic=settings.dynamic, fullgraph=settings.fullgraph
+    )
     for block in blocks.values():
         # What `Module.compile` sets. That leaves torch's own modules, such as Sequential, as they are without
         # a word: torch.compile skips all calls that begin in torch's code. This one begins here.
@@ -210,7 +212,7 @@ def compile_model(
     return compiler, blocks
 
 
-def _keep_precompiled_headers() -> None:
+def _link_precompiled_headers() -> None:
     """Torch builds headers below the temporary folder: have it use its cache if that is gone with the run."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
@@ -219,11 +221,11 @@ def _keep_precompiled_headers() -> None:
             os.symlink(cache_dir(), default_cache_dir())
 
 
-def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
-def _backend(settings: Compile, name: str) -> _GraphBackend:
+def _load_backend(settings: Compile, name: str) -> _GraphBackend:
     if name != "inductor":
         return cast("_GraphBackend", torch._dynamo.lookup_backend(name))
     from torch._inductor import list_mode_options
@@ -233,7 +235,7 @@ def _backend(settings: Compile, name: str) -> _GraphBackend:
     return cast("_GraphBackend", partial(compile_fx, config_patches=patches))
 
 
-def describe(blocks: Mapping[str, nn.Module]) -> str:
+def describe_blocks(blocks: Mapping[str, nn.Module]) -> str:
     """What is compiled, in plain words."""
     if "" in blocks:
         return "the model"
@@ -262,11 +264,11 @@ def as_compile_error(
     # What an operation refuses, such as shapes that do not fit, is no matter of compiling.
     of_the_model = any(isinstance(one, torch._dynamo.exc.TorchRuntimeError) for one in chain)
     if compiling or (not of_the_model and any(isinstance(one, kinds) for one in chain)):
-        return _compile_error(loaded, error)
+        return _make_compile_error(loaded, error)
     return None
 
 
-def _compile_error(loaded: LoadedPipeline, error: BaseException) -> PipelineError:
+def _make_compile_error(loaded: LoadedPipeline, error: BaseException) -> PipelineError:
     settings = loaded.pipeline.compile
     assert settings is not None, "the pipeline compiles its model"
     key, text, cause = "compile", str(error), type(error).__name__
@@ -285,15 +287,15 @@ def _compile_error(loaded: LoadedPipeline, error: BaseException) -> PipelineErro
     elif settings.fullgraph and isinstance(error, torch._dynamo.exc.Unsupported):
         key, place = "compile.fullgraph", re.findall(r'File "([^"]+)", line ([0-9]+)', text)
         at = f" ({place[-1][0]}:{place[-1][1]})" if place else ""
-        problem = f"the graph breaks: {_reason_line(text)}{at}"
+        problem = f"the graph breaks: {_shorten_reason(text)}{at}"
         hint = "change the model there, or write fullgraph: false"
     else:
-        problem = f"torch.compile failed: {_reason_line(text) or cause}"
+        problem = f"torch.compile failed: {_shorten_reason(text) or cause}"
         hint = "write compile: false, or compile other blocks; TORCH_LOGS=dynamo,inductor says more"
     return loaded.error(key, problem, hint)
 
 
-def _reason_line(reason: str) -> str:
+def _shorten_reason(reason: str) -> str:
     """Torch's reason for a graph break, or its error, in one line."""
     if reason.startswith("generic_jump") or "data-dependent branching" in reason:
         return "a branch depends on a tensor's value"

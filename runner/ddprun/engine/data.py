@@ -23,11 +23,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from ddprun.config import Loader
-from ddprun.engine.samples import Collate, SampleShard, batch_or_raise, collate, digest_of
+from ddprun.engine.samples import CollateFunction, SampleShard, batch_or_raise, collate, digest_samples
 from ddprun.engine.seeding import SeparateRng, seed_for_batch
 from ddprun.engine.streams import PeekableStream, RankShareDataset
 from ddprun.host.processes import die_with_parent, ignore_signals
-from ddprun_hooks.comm.control import ControlChannel
+from ddprun_hooks.comm.control_channel import ControlChannel
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def transform_step(step: StepBatches, transform: Callable[[Any], Any]) -> StepBa
     return replace(step, micro_batches=batches)
 
 
-def reweight_step(
+def weight_micro_batches(
     step: StepBatches, batch_weight: Callable[[Any], float], total_over_ranks: Callable[[float], float]
 ) -> StepBatches:
     """The step with each micro-batch weighted by `batch_weight` of its content, for which all of them are
@@ -76,7 +76,7 @@ _FEWER_RANKS = "use fewer ranks, a smaller batch_size, drop_last: false, or more
 ErrorFactory = Callable[[str, str | None], Exception]  # makes an error of what is wrong and what is allowed
 
 
-def is_iterable(dataset: Any) -> bool:
+def is_iterable_dataset(dataset: Any) -> bool:
     """Whether a dataset is a stream of samples, rather than one to pick from by index."""
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
 
@@ -92,13 +92,13 @@ class Feed:
     rank: int
     world_size: int
     make_error: ErrorFactory  # makes the error for data that cannot be trained on
-    collate: Collate | None = None  # makes a batch; None: as torch does
+    collate: CollateFunction | None = None  # makes a batch; None: as torch does
     sampler_order: Callable[[int], list[int]] | None = None  # indices of an epoch, in place of `shuffle`
     pin: bool = False  # batches go into page-locked memory, for a GPU
 
     def __post_init__(self) -> None:
         loader = self.loader
-        self.iterable = is_iterable(self.dataset)
+        self.iterable = is_iterable_dataset(self.dataset)
         self.batch_size, self.shuffle, self.drop_last = loader.batch_size, loader.shuffle, loader.drop_last
         self.sharded, self._workers = loader.sharded, loader.workers
         self._share = SampleShard(self.rank, self.world_size, loader.sharded)
@@ -115,12 +115,12 @@ class Feed:
         self._lengths: list[int] = []  # samples of each rank's dataset
         if not self.iterable:
             self._lengths = [self._own_epoch_samples()] * self.world_size
-            self._check_length()
+            self._check_enough_samples()
         elif loader.shuffle or self.sampler_order:
             key = "shuffle must be false" if loader.shuffle else "sampler must be left out"
             raise self.make_error(f"an iterable dataset has an order of its own: loader.{key}", None)
 
-    def compare_ranks(self, control: ControlChannel) -> list[int]:
+    def ranks_with_other_samples(self, control: ControlChannel) -> list[int]:
         """The ranks that read other samples than rank 0 does, under equal random generators; refuses
         map-style data of different lengths that is not `sharded`. Called by all ranks before step 1.
         """
@@ -128,15 +128,15 @@ class Feed:
         if self.iterable:
             self._read_first_samples()
             first_digest = self._digest_of_ahead
-            if self._workers and self._stream.one_shot and not self.begins_anew():
+            if self._workers and self._stream.one_shot and not self.repeats_first_sample():
                 problem = "the data set is its own iterator, which loading processes cannot share"
                 raise self.make_error(problem, "write loader: {workers: 0}, or have its __iter__ start over")
         else:
             with SeparateRng(self.seed)():
-                first_digest = digest_of([self.dataset[self._epoch_indices()[0]]])
+                first_digest = digest_samples([self.dataset[self._epoch_indices()[0]]])
             if self.sampler_order is not None and not self.sharded:
                 # Each takes its share of one and the same order.
-                own = digest_of([torch.tensor(self._epoch_indices())])
+                own = digest_samples([torch.tensor(self._epoch_indices())])
                 if differing := control.differing_ranks(own, "the sampler's order"):
                     problem = f"loader.sampler yields other indices on rank {differing[0]} than on rank 0"
                     allowed = "have it draw from torch, NumPy or random, which are seeded alike on all ranks"
@@ -144,7 +144,7 @@ class Feed:
             lengths = all_gather_number(control, self._own_epoch_samples(), "the data sets' lengths")
             self._lengths = lengths
             if self.sharded:
-                self._check_length()
+                self._check_enough_samples()
             elif min(lengths) != max(lengths):
                 other = next(rank for rank, length in enumerate(lengths) if length != lengths[0])
                 counts = f"{lengths[0]} samples on rank 0 and {lengths[other]} on rank {other}"
@@ -152,13 +152,13 @@ class Feed:
                 raise self.make_error(f"the data set has {counts}", f"{allowed} itself")
         return control.differing_ranks(first_digest, "a digest of the first samples")
 
-    def begins_anew(self) -> bool:
+    def repeats_first_sample(self) -> bool:
         """Whether an iterable dataset, read again under the same seed, yields the same first sample."""
         with SeparateRng(self.seed + self.epoch)():
-            return digest_of(islice(iter(self.dataset), 1)) == self._digest_of_first
+            return digest_samples(islice(iter(self.dataset), 1)) == self._digest_of_first
 
     @property
-    def next_epoch(self) -> int:
+    def first_unused_epoch(self) -> int:
         """The first epoch of which no sample has been used."""
         return self.epoch + (self._consumed_samples > 0)
 
@@ -195,9 +195,9 @@ class Feed:
         """Optimizer steps in an epoch of a stage without rounds, whatever stage runs now; the last one may
         have fewer micro-batches. None: nobody knows.
         """
-        return None if self.iterable else self._steps_after(0, accumulate)
+        return None if self.iterable else self._steps_left_after(0, accumulate)
 
-    def _steps_after(self, consumed: int, accumulate: int) -> int:
+    def _steps_left_after(self, consumed: int, accumulate: int) -> int:
         full = self.loader.global_batch or self.batch_size * self.world_size
         return -(-self._samples_left(consumed, full) // (full * accumulate))
 
@@ -206,7 +206,7 @@ class Feed:
         per_epoch = self.steps_per_epoch(accumulate)
         if per_epoch is None or epochs <= 0:
             return None if per_epoch is None else 0
-        return self._steps_after(self._consumed_samples, accumulate) + (epochs - 1) * per_epoch
+        return self._steps_left_after(self._consumed_samples, accumulate) + (epochs - 1) * per_epoch
 
     def last_batch_size(self) -> int:
         """Samples that this rank computes on in the last micro-batch of an epoch of map-style data."""
@@ -230,11 +230,11 @@ class Feed:
             count = self._sizes[0] // (self.world_size if self.sharded else 1)
             then = self._stream_rng() if self.sharded else rng
             ahead = self._stream.peek(self.epoch, count, rng, then)
-            self._digest_of_first, self._digest_of_ahead = digest_of(ahead[:1]), digest_of(ahead)
-            if not (mine := self._share.of(ahead)):
+            self._digest_of_first, self._digest_of_ahead = digest_samples(ahead[:1]), digest_samples(ahead)
+            if not (mine := self._share.own_samples(ahead)):
                 problem = f"the dataset yields too few samples for {self.world_size} ranks"
                 raise self.make_error(problem, _FEWER_RANKS)
-            self._first_samples = mine, self._share.of(range(len(ahead)))
+            self._first_samples = mine, self._share.own_samples(range(len(ahead)))
         else:
             order = self._epoch_indices()
             indices = self._rank_indices(order, 0, self._sizes[0]) or order[:1]
@@ -310,14 +310,16 @@ class Feed:
 
         def indices_of_batches() -> Iterator[tuple[Sequence[int], int, int]]:
             for start, size in chain.from_iterable(self._plan_steps(consumed, accumulate)):
-                for at, mine in enumerate(self._share.batches(self._indices_read(order, start, size)), start):
+                for at, mine in enumerate(
+                    self._share.own_batches(self._indices_to_read(order, start, size)), start
+                ):
                     yield mine or self._padding_indices(order, start), len(mine), at
 
         seed = self._loading_seed() if self._workers else None
-        batches = self._load(BatchDataset(self.dataset, seed, self.collate), indices_of_batches())
+        batches = self._start_loading(BatchDataset(self.dataset, seed, self.collate), indices_of_batches())
         for step in self._plan_steps(consumed, accumulate):
-            total = sum(self._samples_of(ranks, start, size) for start, size in step)
-            count = sum(len(self._share.batches(range(size))) for _, size in step)
+            total = sum(self._count_samples_of_ranks(ranks, start, size) for start, size in step)
+            count = sum(len(self._share.own_batches(range(size))) for _, size in step)
             self._consumed_samples = sum(step[-1])
             yield self._step(starmap(self._micro_batch, islice(batches, count)), count, total, ranks)
 
@@ -339,10 +341,10 @@ class Feed:
     def _epoch_indices(self) -> list[int]:
         """The epoch's samples in order, kept while it lasts."""
         if self._order is None or self._order[0] != self.epoch:
-            self._order = self.epoch, self._make_order()
+            self._order = self.epoch, self._make_epoch_order()
         return self._order[1]
 
-    def _make_order(self) -> list[int]:
+    def _make_epoch_order(self) -> list[int]:
         if self.sampler_order is not None:
             with SeparateRng(self.seed + self.epoch)():
                 return self.sampler_order(self.epoch)
@@ -353,30 +355,30 @@ class Feed:
         return torch.randperm(size, generator=generator).tolist()
 
     def _rank_indices(self, order: list[int], start: int, size: int) -> Sequence[int]:
-        return self._share.of(self._indices_read(order, start, size))
+        return self._share.own_samples(self._indices_to_read(order, start, size))
 
-    def _indices_read(self, order: list[int], start: int, size: int) -> list[int]:
+    def _indices_to_read(self, order: list[int], start: int, size: int) -> list[int]:
         return order[self._samples_read(start) : self._samples_read(start + size)]
 
     def _samples_read(self, consumed: int) -> int:
         """How many samples this rank has read, of so many of all ranks."""
         return consumed // self.world_size if self.sharded else consumed
 
-    def _samples_of(self, ranks: Sequence[int], start: int, size: int) -> int:
+    def _count_samples_of_ranks(self, ranks: Sequence[int], start: int, size: int) -> int:
         """How many samples of a micro-batch of all ranks these have."""
         if self.sharded:
             first, last = self._samples_read(start), self._samples_read(start + size)
             return sum(max(0, min(last, self._lengths[rank]) - first) for rank in ranks)
         if len(ranks) == self.world_size:
             return size
-        return sum(len(replace(self._share, rank=rank).of(range(size))) for rank in ranks)
+        return sum(len(replace(self._share, rank=rank).own_samples(range(size))) for rank in ranks)
 
     def _padding_indices(self, order: list[int], start: int) -> Sequence[int]:
         """Indices for a rank with none left in a micro-batch: its first, as many as the largest share."""
         largest = min(self.batch_size, max(self._lengths) - start // self.world_size) if self.sharded else 1
         return self._rank_indices(order, 0, self._sizes[0])[:largest] or order[:1]
 
-    def _check_length(self) -> None:
+    def _check_enough_samples(self) -> None:
         size, least = self._nominal_epoch_samples, self.world_size
         if self.drop_last:
             least = max(least, self._least)
@@ -398,7 +400,7 @@ class Feed:
             if self.drop_last and total < self._least:
                 return
             self._consumed_samples += total
-            counted = sum(self._samples_of(ranks, 0, of_all_ranks) for _, of_all_ranks in read)
+            counted = sum(self._count_samples_of_ranks(ranks, 0, of_all_ranks) for _, of_all_ranks in read)
             yield self._step(group, len(group), counted, ranks)
 
     # Iterable and sharded: no rank knows how many samples another one has left, so they exchange it.
@@ -428,7 +430,7 @@ class Feed:
         skip = self._samples_read(self._consumed_samples)
         samples, already_read, rng = self.dataset, 0, self._stream_rng()  # loading processes begin anew
         if not self._workers:
-            samples, already_read = self._stream.resume(self.epoch, skip, rng)
+            samples, already_read = self._stream.iterate_epoch_from(self.epoch, skip, rng)
             rng = self._stream.rng
         sizes = [size // self.world_size for size in self._sizes] if self.sharded else self._sizes
         drop_last = self.drop_last and not self.sharded and len(sizes) == 1
@@ -444,7 +446,7 @@ class Feed:
             drop_last=drop_last,
             collate=self.collate,
         )
-        return self._load(batches, None)
+        return self._start_loading(batches, None)
 
     def _stream_rng(self) -> SeparateRng:
         """For what a stream draws in the epoch: the same numbers in each process that reads it, of all ranks;
@@ -452,7 +454,7 @@ class Feed:
         """
         return SeparateRng(self._loading_seed() if self.sharded else self.seed + self.epoch)
 
-    def _load(self, dataset: Dataset[Any], sampler: Iterable[Any] | None) -> Iterator[Any]:
+    def _start_loading(self, dataset: Dataset[Any], sampler: Iterable[Any] | None) -> Iterator[Any]:
         # A generator of its own, so that iterating draws nothing from torch's.
         generator = torch.Generator().manual_seed(self._loading_seed())
         return load_batches(dataset, sampler, self._workers, generator, pin=self.pin)
@@ -469,14 +471,14 @@ class Feed:
 
 
 class BatchDataset(Dataset[Any]):
-    """Batches of a map-style dataset, each with its samples that count; a `BatchError` where they do not fit.
+    """Batches of a map-style dataset, each with its samples that count; a `BatchFault` where they do not fit.
 
     What a loading process draws for a batch depends on its position in the epoch alone: not on how many
     processes there are, nor on where in the epoch they started. Without a seed it is loaded in the training
     process.
     """
 
-    def __init__(self, dataset: Any, seed: int | None, collate: Collate | None = None) -> None:
+    def __init__(self, dataset: Any, seed: int | None, collate: CollateFunction | None = None) -> None:
         self.dataset, self.seed, self.collate = dataset, seed, collate
         # A class derived from it may read its samples in another way.
         self._tensors = dataset.tensors if type(dataset) is TensorDataset and collate is None else None
@@ -527,7 +529,7 @@ def load_batches(
         sampler=sampler,
         num_workers=workers,
         collate_fn=_identity_collate,
-        worker_init_fn=_bind_worker_to_rank,
+        worker_init_fn=_init_worker_signals,
         pin_memory=pin,
         generator=generator,
     )
@@ -545,7 +547,7 @@ def _identity_collate(batch: Any) -> Any:
     return batch
 
 
-def _bind_worker_to_rank(worker: int) -> None:
+def _init_worker_signals(worker: int) -> None:
     """Have a loading process end with its rank, and not at SIGTERM before: a rank that is to stop still takes
     steps. By itself the process would notice seconds later.
     """

@@ -18,13 +18,19 @@ from ddprun.config.choices import RESERVED_METRIC_NAMES
 from ddprun.config.stages import StageEvaluation
 from ddprun.engine import build, seeding
 from ddprun.engine.build import HeldOutData
-from ddprun.engine.data import BatchDataset, ErrorFactory, all_gather_number, is_iterable, load_batches
+from ddprun.engine.checkpoint_state import take_checkpoint
+from ddprun.engine.data import (
+    BatchDataset,
+    ErrorFactory,
+    all_gather_number,
+    is_iterable_dataset,
+    load_batches,
+)
 from ddprun.engine.objective import ForwardResult
-from ddprun.engine.samples import batch_or_raise, collate, describe_sample, describe_tensor, digest_of
-from ddprun.engine.save import saved_step, write_weights_and_pipeline
-from ddprun.engine.session import Best, Session
-from ddprun.engine.stage_run import StageRun, eval_model, make_buffers_equal
-from ddprun.engine.state import take_checkpoint
+from ddprun.engine.samples import batch_or_raise, collate, describe_sample, describe_tensor, digest_samples
+from ddprun.engine.save import read_saved_step, write_weights_and_pipeline
+from ddprun.engine.session import BestMetric, Session
+from ddprun.engine.stage_run import StageRun, evaluation_mode, make_buffers_equal
 from ddprun.engine.stateful_metric import StatefulMetric, add_metric_notes, as_scalar
 from ddprun_hooks.errors import format_ranks
 
@@ -33,8 +39,8 @@ _T = TypeVar("_T")
 _LOOK_EVERY_S = 1.0
 _HELD_OUT_SEED = 1 << 31  # added to the pipeline's seed for what held-out streams draw
 
-Sums = tuple[Tensor | float, Tensor | float]  # sum of values, number of values
-MetricFunction = Callable[[ForwardResult, int, Tensor | float], Sums]
+SumAndCount = tuple[Tensor | float, Tensor | float]  # sum of values, number of values
+MetricFunction = Callable[[ForwardResult, int, Tensor | float], SumAndCount]
 """From a forward pass, its number of samples, and the weight of its loss in the mean."""
 
 
@@ -51,11 +57,11 @@ class _StopRequestedError(Exception):
     """A rank was asked to stop while ranks evaluate; raised on all of them after the same batch."""
 
 
-def evaluate(session: Session, stage: EvaluateStage) -> dict[str, Any]:
+def run_evaluate_stage(session: Session, stage: EvaluateStage) -> dict[str, Any]:
     make_buffers_equal(session, stage)
     held_out = session.runtime.stage_held_out.get(stage.index, session.runtime.held_out)
     try:
-        with eval_model(session):
+        with evaluation_mode(session):
             found, samples = evaluate_metrics(session, held_out, stage, stage.path)
     except _StopRequestedError:
         take_checkpoint(session, at_end=True)
@@ -72,7 +78,7 @@ def evaluate_in_stage(run: StageRun, *, at_end: bool = False) -> bool:
     session, stage, state = run.session, run.stage, run.session.state
     wanted = stage.evaluate
     assert wanted is not None, "the stage evaluates"
-    with eval_model(session):
+    with evaluation_mode(session):
         held_out, path = session.runtime.held_out, f"{stage.path}.evaluate"
         try:
             found, _ = evaluate_metrics(session, held_out, wanted, path, to_its_end=at_end)
@@ -82,20 +88,20 @@ def evaluate_in_stage(run: StageRun, *, at_end: bool = False) -> bool:
         shown = _record_and_format_metrics(session, stage, found)
         session.reporter.note(f"{stage.name}: step {state.step}, held-out {shown}")
         if stage.keep_best is not None:
-            _keep_if_best(session, stage.keep_best, found)
+            _write_weights_if_best(session, stage.keep_best, found)
     session.runtime.recorder.record_between_step_exchanges(stage.index, state.step)
-    if not run.at_evaluation:
+    if not run.is_evaluation_step:
         return True
     # At the end, too: a resumed run may lengthen the stage.
     if stage.stop is not None:
-        _update_since_best(session, stage.stop, found[stage.stop.metric])
+        _update_early_stop(session, stage.stop, found[stage.stop.metric])
     metric, schedule = run.settings.schedule_metric, cast(Any, state.schedule)
     if metric is not None:
         schedule.step(found[metric])
     return True
 
 
-def summary_of_evaluations(run: StageRun, stopped_early: bool) -> dict[str, Any]:
+def summarize_evaluations(run: StageRun, stopped_early: bool) -> dict[str, Any]:
     """What a stage's entry in the summary says of its evaluations."""
     results, step = run.session.state.results, run.session.state.step
     best, at_end = results.best, results.evaluated_step == step
@@ -105,7 +111,7 @@ def summary_of_evaluations(run: StageRun, stopped_early: bool) -> dict[str, Any]
     return found
 
 
-def _keep_if_best(session: Session, wanted: KeepBest, found: Mapping[str, float]) -> None:
+def _write_weights_if_best(session: Session, wanted: KeepBest, found: Mapping[str, float]) -> None:
     """Write the weights, if they are the best so far. If that fails, the next that are better are written."""
     runtime, state, events = session.runtime, session.state, session.reporter.events
     value, kept = found[wanted.metric], state.results.kept
@@ -122,7 +128,7 @@ def _keep_if_best(session: Session, wanted: KeepBest, found: Mapping[str, float]
     written = runtime.exchange.control.all_gather([problem is None], "rank 0's file")[0, 0]
     about = {"step": state.step, "metric": wanted.metric, "value": value, "file": BEST_FILE}
     if written:
-        state.results.kept = Best(metric=wanted.metric, value=value, step=state.step)
+        state.results.kept = BestMetric(metric=wanted.metric, value=value, step=state.step)
         events.info("best_kept", **about)
     else:
         events.warning("best_not_kept", **about, reason=problem)
@@ -134,7 +140,7 @@ def discard_stale_best(session: Session) -> None:
     these steps are taken again, perhaps with other settings. Such a file is removed, as their records are.
     """
     runtime, results = session.runtime, session.state.results
-    step = runtime.ranks.from_rank_0("resume/best", partial(saved_step, runtime.run_dir, BEST_FILE))
+    step = runtime.ranks.from_rank_0("resume/best", partial(read_saved_step, runtime.run_dir, BEST_FILE))
     if results.kept is not None and results.kept.step == step:
         return
     results.kept = None
@@ -146,15 +152,15 @@ def discard_stale_best(session: Session) -> None:
         session.reporter.note(f"{BEST_FILE} is from step {step}, which is repeated: removed")
 
 
-def _update_since_best(session: Session, wanted: EarlyStop, value: float) -> None:
+def _update_early_stop(session: Session, wanted: EarlyStop, value: float) -> None:
     state, results = session.state, session.state.results
     if wanted.improves(value, None if results.best is None else results.best.value, by=wanted.min_delta):
-        results.best, results.since_best = Best(metric=wanted.metric, value=value, step=state.step), 0
+        results.best, results.since_best = BestMetric(metric=wanted.metric, value=value, step=state.step), 0
     else:
         results.since_best += 1
 
 
-def note_early_stop(run: StageRun, wanted: EarlyStop) -> None:
+def report_early_stop(run: StageRun, wanted: EarlyStop) -> None:
     """Say that the stage ends before its steps are over, and why."""
     reporter, step, best = run.session.reporter, run.session.state.step, run.session.state.results.best
     why = "was never a number"
@@ -191,7 +197,7 @@ def try_evaluations(session: Session) -> None:
                 held_out = runtime.stage_held_out.get(wanted.index, held_out)
             metrics = _metrics(session, wanted.metrics, path)
             data = held_out.dataset
-            if is_iterable(data):
+            if is_iterable_dataset(data):
                 continue
             seeding.seed_everything(runtime.loaded.pipeline.seed)  # ranks compare what they read
             samples = [data[index] for index in range(min(size, len(data)))]
@@ -199,7 +205,7 @@ def try_evaluations(session: Session) -> None:
             content = collate(samples, range(len(samples)), held_out.collate)
             content = batch_or_raise(content, held_out.make_error)
             try:
-                _measure(session, [(content, len(samples))], metrics, wanted.gradients)
+                _measure_batches(session, [(content, len(samples))], metrics, wanted.gradients)
             except RuntimeError as error:
                 if wanted.gradients or "does not require grad" not in str(error):
                     raise
@@ -226,11 +232,11 @@ def evaluate_metrics(
     quotient of whole numbers. Metrics that accumulate merge the ranks' states (`stateful_metric.py`).
     """
     control, metrics = session.runtime.exchange.control, _metrics(session, wanted.metrics, path)
-    read = _iterable_batches if is_iterable(held_out.dataset) else _map_style_batches
+    read = _iterable_batches if is_iterable_dataset(held_out.dataset) else _map_style_batches
     batches: Iterable[tuple[Any, int]] = islice(read(session, held_out), wanted.steps)
     if not to_its_end:
         batches = _until_stop(session, batches)
-    mine, samples = _measure(session, batches, metrics, wanted.gradients)
+    mine, samples = _measure_batches(session, batches, metrics, wanted.gradients)
     of_ranks = control.all_gather_bytes(json.dumps([*mine]).encode(), "names of numbers beside the loss")
     names = list(dict.fromkeys(chain.from_iterable(map(json.loads, of_ranks))))
     numbers = [*chain.from_iterable(mine.get(name, (0.0, 0.0)) for name in names), samples]
@@ -247,7 +253,7 @@ def evaluate_metrics(
     return values, int(samples)
 
 
-def _measure(
+def _measure_batches(
     session: Session,
     batches: Iterable[tuple[Any, int]],
     metrics: Mapping[str, MeanMetric | StatefulMetric],
@@ -259,7 +265,7 @@ def _measure(
     """
     runtime, counted = session.runtime, 0
     means = {name: metric for name, metric in metrics.items() if isinstance(metric, MeanMetric)}
-    beside = MeanMetric(_mean_loss)
+    beside = MeanMetric(_sum_weighted_loss)
     sums = {name: torch.zeros(2, dtype=torch.float64, device=runtime.device) for name in means}
     for content, samples in batches:
         with torch.set_grad_enabled(gradients):
@@ -267,7 +273,7 @@ def _measure(
         counted += samples
         result = result._replace(loss=result.loss.detach())
         with torch.no_grad():
-            weight = runtime.objective.weight_in_mean(content, result, samples)
+            weight = runtime.objective.evaluation_weight(content, result, samples)
             measured = [(name, mean, mean.select(result)) for name, mean in means.items()]
             for name, value in result.values.items():
                 if name not in metrics and name not in RESERVED_METRIC_NAMES:
@@ -289,30 +295,30 @@ def _metrics(
 ) -> dict[str, MeanMetric | StatefulMetric]:
     """The metrics of an evaluation at `path`, newly made, by name; the loss is the first."""
     loaded, objective = session.runtime.loaded, session.runtime.objective
-    found: dict[str, MeanMetric | StatefulMetric] = {"loss": MeanMetric(_mean_loss)}
+    found: dict[str, MeanMetric | StatefulMetric] = {"loss": MeanMetric(_sum_weighted_loss)}
     for index, choice in enumerate(metrics):
         place, name = f"{path}.metrics[{index}]", metric_name(choice)
-        select = partial(objective.select, choice.beside, place)
+        select = partial(objective.select_metric_inputs, choice.sibling_keys, place)
         if choice.source != "built-in":
-            metric = build.build_dotted_metric(loaded, place, choice, session.runtime.device)
+            metric = build.build_custom_metric(loaded, place, choice, session.runtime.device)
             if isinstance(metric, StatefulMetric):
                 metric.select, found[name] = select, metric
             else:
                 make_error = partial(loaded.error, place)
                 by_weight = loaded.pipeline.has_batch_weights
-                custom = partial(_custom_metric, by_weight, metric, make_error)
+                custom = partial(_sum_custom_metric, by_weight, metric, make_error)
                 found[name] = MeanMetric(custom, select=select)
         elif choice.name == "accuracy":
             own = objective.loss is None  # the model's, which may have classes on its last dimension
             ignored, make_error = -100 if own else objective.ignore_index, partial(loaded.error, place)
-            accuracy = partial(_accuracy, ignored, (1, -1) if own else (1,), make_error)
+            accuracy = partial(_count_correct, ignored, (1, -1) if own else (1,), make_error)
             found[name] = MeanMetric(accuracy, select=select)
         else:
-            found[name] = MeanMetric(_mean_loss, lambda mean: math.exp(min(mean, 700.0)))
+            found[name] = MeanMetric(_sum_weighted_loss, lambda mean: math.exp(min(mean, 700.0)))
     return found
 
 
-def _mean_loss(result: ForwardResult, samples: int, weight: Tensor | float) -> Sums:
+def _sum_weighted_loss(result: ForwardResult, samples: int, weight: Tensor | float) -> SumAndCount:
     """By `weight_by`; else of a cross-entropy over the targets that count, of another loss over samples."""
     loss = result.loss.double()
     if isinstance(weight, Tensor):  # the mean over no target at all is not a number
@@ -320,14 +326,14 @@ def _mean_loss(result: ForwardResult, samples: int, weight: Tensor | float) -> S
     return loss * weight if weight else 0.0, weight
 
 
-def _accuracy(
+def _count_correct(
     ignored: int | None,
     dims: Sequence[int],
     make_error: ErrorFactory,
     result: ForwardResult,
     samples: int,
     weight: Tensor | float,
-) -> Sums:
+) -> SumAndCount:
     """Classes lie on dimension 1 of the output, as for torch's cross_entropy, or on another of `dims`."""
     output, target = result.output, result.target
     if not (isinstance(output, Tensor) and isinstance(target, Tensor)):
@@ -352,14 +358,14 @@ def _accuracy(
     return (right & counts).sum(), counts.sum()
 
 
-def _custom_metric(
+def _sum_custom_metric(
     by_weight: bool,
     metric: Callable[[Any, Any], Any],
     make_error: ErrorFactory,
     result: ForwardResult,
     samples: int,
     weight: Tensor | float,
-) -> Sums:
+) -> SumAndCount:
     count = float(weight) if by_weight else samples
     try:
         returned = metric(result.output, result.target)
@@ -391,7 +397,7 @@ def _map_style_batches(session: Session, held_out: HeldOutData) -> Iterator[tupl
     runtime, dataset, loader = session.runtime, held_out.dataset, session.runtime.loaded.pipeline.loader
     rank, ranks = runtime.ranks.rank, runtime.ranks.size
     _require_equal_data(session, held_out, len(dataset), ())  # which may have grown
-    passes = passes_of_rank(range(len(dataset)), loader.batch_size, rank, ranks)
+    passes = rank_batches(range(len(dataset)), loader.batch_size, rank, ranks)
     samples, sampler = BatchDataset(dataset, None, held_out.collate), ((list(one), n, 0) for one, n in passes)
     pin = runtime.device.type == "cuda"
     for content, count in load_batches(samples, sampler, loader.workers, torch.Generator(), pin=pin):
@@ -417,12 +423,12 @@ def _iterable_batches(session: Session, held_out: HeldOutData) -> Iterator[tuple
             raise held_out.make_error(problem, "have each rank read all of it")
         if not of_all_ranks:
             return
-        for part, count in passes_of_rank(of_all_ranks, size, rank, ranks):
+        for part, count in rank_batches(of_all_ranks, size, rank, ranks):
             numbers, items = zip(*part, strict=True)
             yield batch_or_raise(collate(items, numbers, held_out.collate), held_out.make_error), count
 
 
-def passes_of_rank(
+def rank_batches(
     samples: Sequence[_T], size: int, rank: int, ranks: int
 ) -> Iterator[tuple[Sequence[_T], int]]:
     """A rank's samples in each forward pass, and how many of them count. Passes are as many and as large on
@@ -441,13 +447,13 @@ def _require_equal_data(session: Session, held_out: HeldOutData, length: int, sa
     """Refuse held-out data whose first sample or `length` differs between ranks, and data without samples: a
     stream was read before, as far as can be seen. Called by all ranks.
     """
-    digest = digest_of([length, *samples[:1]])
+    digest = digest_samples([length, *samples[:1]])
     if differing := session.runtime.exchange.control.differing_ranks(digest, "a digest of the held-out data"):
         problem = f"the first sample or the length of {format_ranks(differing)} differs from rank 0's"
         allowed = "have each rank read all of it, and draw from torch, NumPy or random, which are seeded"
         raise held_out.make_error(problem, allowed)
     if not length:
         allowed = "name other data to evaluate on, or raise held_out of built-in data"
-        if is_iterable(held_out.dataset):
+        if is_iterable_dataset(held_out.dataset):
             allowed = "data that can be read only once lasts for one evaluation: have its __iter__ start over"
         raise held_out.make_error("it has no sample to evaluate on", allowed)

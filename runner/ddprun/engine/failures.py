@@ -16,7 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 from msgspec.structs import replace
 
-from ddprun import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_REPEATED, standard_streams
+from ddprun import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_REPEATED_FAILURE, standard_streams
 from ddprun.checkpoint import folder
 from ddprun.config import PipelineError
 from ddprun.config.secrets import Secrets
@@ -25,12 +25,12 @@ from ddprun.engine.run_folder import RunFolderError
 from ddprun.host import rank_files
 from ddprun.host.network import NetworkError
 from ddprun.host.processes import file_limit_hint
-from ddprun.parallel.ranks import Environment, Ranks
+from ddprun.parallel.ranks import RankEnvironment, Ranks
 from ddprun.run_files import open_file
 from ddprun.telemetry.reader import log_file
 from ddprun.telemetry.records import Summary
-from ddprun.telemetry.writer import Writer, event_log, write_summary
-from ddprun.watchdog.hang import (
+from ddprun.telemetry.writer import RecordWriter, make_event_logger, write_summary
+from ddprun.watchdog.hang_report import (
     HangReport,
     PeerAddress,
     build_report,
@@ -38,7 +38,7 @@ from ddprun.watchdog.hang import (
     dump_flight_recorders,
 )
 from ddprun.watchdog.rank_watchdog import GROUP_TIMEOUT_MARGIN_S, HANG_FILE, RankWatchdog, WatchedCollective
-from ddprun.watchdog.status_page import RankStatus, announce_hang, claim_once, read_page, read_pages
+from ddprun.watchdog.status_page import RankStatus, announce_hang_to_all, claim_once, read_page, read_pages
 from ddprun_hooks.errors import DisagreementError
 
 _HANG_DEADLINE_S = 4.8  # from the alarm to the end of the process, whatever stalls
@@ -78,7 +78,7 @@ class FailureContext:
     reporter: Reporter | None = None
     step: Callable[[], int] = int  # how many steps of the run are done
     summary: Callable[[], Summary] | None = None  # once the run goes on, what this rank knows of it
-    may_summarize: bool = True  # False: a run is to be resumed, and until then its summary stays
+    may_write_summary: bool = True  # False: a run is to be resumed, and until then its summary stays
 
 
 def report_failure(error: BaseException, ranks: Ranks, context: FailureContext, secrets: Secrets) -> int:
@@ -88,21 +88,21 @@ def report_failure(error: BaseException, ranks: Ranks, context: FailureContext, 
     bad_input = isinstance(error, PipelineError | RunFolderError | NetworkError)
     if not bad_input:
         wait_for_first_failure(error, ranks)
-    headline = _headline(error, secrets)
+    headline = _format_error_with_cause(error, secrets)
     step, run_dir = context.step(), context.run_dir
     checkpoints = [] if run_dir is None else folder.steps_in(run_dir / folder.CHECKPOINTS_FOLDER)
     how: list[str | int | None] = [headline, step, next(iter(checkpoints), None)]
     code = EXIT_BAD_INPUT if bad_input else EXIT_FAILURE
     if rank_files.previous_attempt_error() == how and not _is_lost_peer(error):
-        code = EXIT_REPEATED  # all ranks end with the code of the first: all launchers decide alike
+        code = EXIT_REPEATED_FAILURE  # all ranks end with the code of the first: all launchers decide alike
     claimed = ranks.claim_first_failure(code)
     if claimed.rank != ranks.rank:
         close_after_peer_failure(context, ranks, claimed.rank, headline)
         return claimed.exit_code
     rank_files.report_error_for_restart(how)
     if reporter is not None:
-        reporter.screen.end()
-        reporter.trackers.delay_close_as_failed()  # the failure is reported first
+        reporter.screen.end_stage()
+        reporter.trackers.close_as_failed_from_main_thread()  # the failure is reported first
     if isinstance(error, PipelineError):
         message = str(error)
     elif bad_input or isinstance(error, OutputWriteError):
@@ -127,7 +127,7 @@ def report_failure(error: BaseException, ranks: Ranks, context: FailureContext, 
     write_failure_summary(context, {"rank": ranks.rank, "message": headline})
     if reporter is not None:
         reporter.trackers.close_as_failed()
-    if ranks.hosts_store:
+    if ranks.holds_store:
         time.sleep(_STORE_LINGER_S)  # so that the others can still read whose failure was first
     return claimed.exit_code
 
@@ -144,7 +144,7 @@ def wait_for_first_failure(error: BaseException, ranks: Ranks) -> None:
             break
         time.sleep(_TICK_S)
     if watchdog.hang_found or (first is not None and first.is_hang):
-        watchdog.report_hang()
+        watchdog.report_peer_hang()
 
 
 def close_after_peer_failure(context: FailureContext, ranks: Ranks, first: int | None, what: str) -> None:
@@ -153,10 +153,10 @@ def close_after_peer_failure(context: FailureContext, ranks: Ranks, first: int |
     """
     append_to_rank_log(context.run_dir, ranks.rank, f"after another rank had failed: {what}")
     if context.reporter is not None:
-        context.reporter.screen.end()
+        context.reporter.screen.end_stage()
         context.reporter.trackers.close_as_failed()
     cause = None if first is None else ranks.peers().get(first)
-    if ranks.hosts_store or cause is None or cause.host == ranks.host:
+    if ranks.holds_store or cause is None or cause.host == ranks.host:
         time.sleep(_LAUNCHER_REACTION_S)
 
 
@@ -164,7 +164,7 @@ def write_failure_summary(context: FailureContext, failure: dict[str, object]) -
     """Write a failure into the run's folder; gives whether this host sees that."""
     if context.run_dir is None or not context.run_dir.is_dir():
         return False
-    if context.may_summarize:
+    if context.may_write_summary:
         with suppress(OSError):
             known = context.summary or partial(Summary, status="failed", steps=context.step())
             write_summary(context.run_dir, replace(known(), error=failure))
@@ -181,16 +181,16 @@ def append_to_rank_log(run_dir: Path | None, rank: int, text: str, *, with_threa
                 faulthandler.dump_traceback(file, all_threads=True)
 
 
-def _headline(error: BaseException, secrets: Secrets) -> str:
+def _format_error_with_cause(error: BaseException, secrets: Secrets) -> str:
     """The error in a line, and what it was raised from in the first place."""
     first = error
     while first.__cause__ is not None:
         first = first.__cause__
-    text = _in_a_line(error, secrets)
-    return text if first is error else f"{text} (caused by {_in_a_line(first, secrets)})"
+    text = _format_error_in_one_line(error, secrets)
+    return text if first is error else f"{text} (caused by {_format_error_in_one_line(first, secrets)})"
 
 
-def _in_a_line(error: BaseException, secrets: Secrets) -> str:
+def _format_error_in_one_line(error: BaseException, secrets: Secrets) -> str:
     text = secrets.redact(str(error)).strip().splitlines()  # before a secret of several lines is cut
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
@@ -209,7 +209,7 @@ def _is_lost_peer(error: BaseException) -> bool:
     return isinstance(error, _NETWORK_ERRORS) or _LOST_PEER.search(str(error)) is not None
 
 
-def open_ranks(environment: Environment, timeout_s: float, context: FailureContext) -> Ranks:
+def make_ranks_and_watchdog(environment: RankEnvironment, timeout_s: float, context: FailureContext) -> Ranks:
     """This rank among the others, with its watchdog, which is not started yet."""
     watchdog = RankWatchdog(
         environment.rank,
@@ -239,7 +239,7 @@ def report_hang_and_exit(ranks: Ranks, context: FailureContext, waits: list[Watc
         if context.reporter is not None:
             context.reporter.salvage_records()  # the training thread, which is stuck, touches none
             context.reporter.trackers.close_as_failed(_TRACKERS_END_S)
-    standard_streams.flush()
+    standard_streams.flush_standard_streams()
     os._exit(EXIT_FAILURE)
 
 
@@ -263,15 +263,15 @@ def _report_hang(ranks: Ranks, context: FailureContext, waits: list[WatchedColle
         dump_flight_recorders(context.run_dir / "logs", ranks.rank)
     if first_here and waits and ranks.claim_first_failure(EXIT_FAILURE, is_hang=True).rank == ranks.rank:
         _publish_hang_report(report, ranks.rank, context)
-    watchdog.status_page.set_reported()
+    watchdog.status_page.set_hang_reported()
     # Once a rank has ended, its launcher ends the others: let them report first.
     until = time.monotonic() + _WAIT_FOR_REPORTS_S
     while watchdog.folder is not None and time.monotonic() < until:
-        if all(status.reported or status.lifeless for status in read_pages(watchdog.folder).values()):
+        if all(status.hang_reported or status.is_lifeless for status in read_pages(watchdog.folder).values()):
             break
         time.sleep(0.05)
     # Ranks of other hosts may still have to ask the store, which ends with this rank or its launcher.
-    if ranks.hosts_store or any(peer.host != ranks.host for peer in peers.values()):
+    if ranks.holds_store or any(peer.host != ranks.host for peer in peers.values()):
         time.sleep(_HANG_STORE_LINGER_S)
 
 
@@ -285,21 +285,21 @@ def _collect_statuses(ranks: Ranks, peers: Mapping[int, PeerAddress]) -> dict[in
         local |= read_pages(watchdog.folder)
     local[ranks.rank] = read_page(watchdog.status_page.path) or local.get(ranks.rank)
     found = {rank: status for rank, status in local.items() if status is not None}
-    return {**announce_hang(sorted(servers)), **found}
+    return {**announce_hang_to_all(sorted(servers)), **found}
 
 
 def _publish_hang_report(report: HangReport, rank: int, context: FailureContext) -> None:
     """Print the report, and keep it with the run."""
     reporter, run_dir = context.reporter, context.run_dir
     if reporter is not None:
-        reporter.screen.end()
+        reporter.screen.end_stage()
     standard_streams.print_stderr(report.message)
     failure = {"rank": rank, "message": report.headline, "hang": report.facts}
     if run_dir is None or not write_failure_summary(context, failure):
         return
-    writer = Writer(run_dir)  # rank 0's own may be what hangs
+    writer = RecordWriter(run_dir)  # rank 0's own may be what hangs
     redact = dict if reporter is None else reporter.redact_all
-    event_log(writer, redact, rank=rank).error("hang", **report.facts)
+    make_event_logger(writer, redact, rank=rank).error("hang", **report.facts)
     writer.close()
     if reporter is not None:
         reporter.writer.flush()
@@ -319,5 +319,5 @@ def exit_if_peer_failed(ranks: Ranks, failure_context: FailureContext, what: str
     if failure_context.reporter is not None:
         failure_context.reporter.salvage_records()  # the training thread, which waits, touches none
     close_after_peer_failure(failure_context, ranks, first.rank, f"waited for {what}")
-    standard_streams.flush()
+    standard_streams.flush_standard_streams()
     os._exit(first.exit_code)

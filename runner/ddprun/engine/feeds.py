@@ -39,7 +39,7 @@ class Feeds:
             total += steps if settings.updates_weights else 0
         return total
 
-    def exhausted(self, pipeline: Pipeline) -> Iterator[tuple[Feed, list[int]]]:
+    def reaching_epoch_end(self, pipeline: Pipeline) -> Iterator[tuple[Feed, list[int]]]:
         """The feeds of map-style data of which the run comes to an epoch's end, each with its stages."""
         for feed in self.by_name().values():
             stages = [one for one in pipeline.stages_and_settings() if self.for_stage(one[0].index) is feed]
@@ -64,7 +64,7 @@ class Feeds:
                 feed.load_state_dict(state[name])
 
 
-def open_training_feeds(
+def build_training_feeds(
     loaded: LoadedPipeline, dataset: Any, *, rank: int, world_size: int, pin: bool = False
 ) -> Feeds:
     """The training data, `dataset`, and that of stages which name some."""
@@ -92,7 +92,7 @@ def open_training_feeds(
     return Feeds(open_feed(dataset, path, pipeline.train_data()), by_stage)
 
 
-def check_epoch_ends(loaded: LoadedPipeline, feeds: Feeds) -> None:
+def check_epoch_end_evaluations(loaded: LoadedPipeline, feeds: Feeds) -> None:
     """Raise a PipelineError for evaluations at the end of epochs of a length that nobody knows."""
     for stage in loaded.pipeline.stages_with_steps():
         by_epoch = stage.evaluate is not None and stage.evaluate.every == "epoch"

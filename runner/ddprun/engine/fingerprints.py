@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ddprun.engine.build import HeldOutData
-from ddprun.engine.data import Feed, is_iterable
+from ddprun.engine.data import Feed, is_iterable_dataset
 from ddprun.engine.feeds import Feeds
-from ddprun.engine.samples import digest_of
+from ddprun.engine.samples import digest_samples
 from ddprun.engine.seeding import SeparateRng
 
 _SAMPLES = 8  # of a dataset
@@ -27,7 +27,7 @@ class DatasetFingerprints:
         self._by_name = {
             name: fingerprint(one.dataset)
             for name, one in self.sources.items()
-            if rank == 0 and one.dataset is not None and not is_iterable(one.dataset)
+            if rank == 0 and one.dataset is not None and not is_iterable_dataset(one.dataset)
         }
 
     def for_checkpoint(self) -> dict[str, Any]:
@@ -36,7 +36,7 @@ class DatasetFingerprints:
         in_use |= {_HELD_OUT} if in_use else set()
         return {name: {**found, "mid_epoch": name in in_use} for name, found in self._by_name.items()}
 
-    def changes(self, saved: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, bool]]:
+    def find_changes(self, saved: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, bool]]:
         """On rank 0, datasets that are not as in `for_checkpoint`: name, difference, whether in mid-epoch."""
         pairs = [(name, saved[name], now) for name, now in self._by_name.items() if name in saved]
         return [(name, text, was["mid_epoch"]) for name, was, now in pairs if (text := _difference(was, now))]
@@ -54,17 +54,17 @@ def fingerprint(dataset: Any) -> dict[str, Any]:
     for index in sorted({number * (length - 1) // (_SAMPLES - 1) for number in range(_SAMPLES)}):
         if not length or (digests and time.monotonic() > until):
             break
-        first, again = _digest(dataset, index), _digest(dataset, index)
+        first, again = _digest_sample(dataset, index), _digest_sample(dataset, index)
         if first != again:
             return {"length": length, "digests": []}
         digests.append(first)
     return {"length": length, "digests": digests, "by_value": True}
 
 
-def _digest(dataset: Any, index: int) -> str | None:
+def _digest_sample(dataset: Any, index: int) -> str | None:
     try:
         with SeparateRng(0)():
-            return digest_of([dataset[index]]).hex()
+            return digest_samples([dataset[index]]).hex()
     except Exception:
         return None
 

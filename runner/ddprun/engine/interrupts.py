@@ -13,7 +13,7 @@ from functools import partial
 from types import FrameType
 from typing import Self, TypeVar
 
-from ddprun import LAUNCHED_VARIABLE, TURNS_VARIABLE
+from ddprun import COMPARE_TURNS_VARIABLE, LAUNCHED_BY_DDPRUN_VARIABLE
 from ddprun.host.processes import handle_signal_unless_ignored, run_in_daemon_thread
 
 _TICK_S = 0.1
@@ -32,7 +32,7 @@ class SignalRequests:
     def __init__(self) -> None:
         self.stop_requested = self._checkpoint_requested = False
         self._reinstalled_s = -math.inf
-        if LAUNCHED_VARIABLE in os.environ:
+        if LAUNCHED_BY_DDPRUN_VARIABLE in os.environ:
             signal.signal(signal.SIGINT, self._on_stop_signal)
         else:
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -51,7 +51,7 @@ class SignalRequests:
             for number, ours in self._handlers.items():
                 signal.signal(number, ours)
 
-    def await_unless_stopped(self, call: Callable[[], _T]) -> _T | None:
+    def call_unless_stopped(self, call: Callable[[], _T]) -> _T | None:
         """The result of a call on a background thread; None if a stop is requested first. For calls that wait
         for other ranks in torch's C++ code: on the main thread, a signal handler would run only after them.
         """
@@ -92,7 +92,7 @@ class ComparisonSliceClient:
     @classmethod
     def from_environment(cls, local_world_size: int) -> Self:
         """The client that the environment names, if any. Raises OSError if the comparison has ended."""
-        text = os.environ.get(TURNS_VARIABLE)
+        text = os.environ.get(COMPARE_TURNS_VARIABLE)
         if text is None:
             return cls()
         settings = json.loads(text)
@@ -105,7 +105,7 @@ class ComparisonSliceClient:
         in_turns = self.steps_per_slice > 0
         return in_turns and step % self.steps_per_slice == 0 and step != self._slice_ended_at
 
-    def wait(self, step: int) -> None:
+    def wait_for_next_slice(self, step: int) -> None:
         """End this time slice, and wait for the next one. A ConnectionError: the comparison has ended."""
         assert self._connection is not None, "another run works meanwhile"
         self._slice_ended_at = step

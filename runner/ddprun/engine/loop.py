@@ -11,7 +11,7 @@ for each step:
                             backward; hooks reduce buckets as they fill backward_us, exposed_*_us
                             fidelity, if this step measures it          sync_us
                             optimizer_step: clip, optimizer             optimizer_us
-                          after_update: schedule, ema                   optimizer_us
+                          step_schedule_and_ema                         optimizer_us
     sync_after_step       sync policy, buffers, audit, mutate           sync_us, exposed_*_us
     end_step_and_read_messages
                           this step's control message (loss, stop?,
@@ -36,13 +36,13 @@ from torch import Tensor, nn
 
 from ddprun.config import ForwardStage, StepStage
 from ddprun.engine import build, seeding
+from ddprun.engine.checkpoint_state import replay_schedule, report_checkpoint_outcomes, take_checkpoint
 from ddprun.engine.closure import StepClosure
 from ddprun.engine.data import MicroBatch, StepBatches
-from ddprun.engine.evaluate import evaluate_in_stage, note_early_stop, summary_of_evaluations
-from ddprun.engine.objective import zero_gradients
+from ddprun.engine.evaluate import evaluate_in_stage, report_early_stop, summarize_evaluations
+from ddprun.engine.objective import zero_gradients_in_backward
 from ddprun.engine.session import Session
 from ddprun.engine.stage_run import StageRun, begin_stage, end_stage, execute_action
-from ddprun.engine.state import replay_schedule, report_checkpoints, take_checkpoint
 from ddprun.engine.turns import Turn, only_groups_of
 from ddprun.parallel.ddp import DdpReplica
 from ddprun.sync.plan import is_due
@@ -64,7 +64,7 @@ StageEnd = Literal["complete", "stopped", "failed"]
 finite any more, and `on_nan` is `stop`."""
 
 
-def run_stage(session: Session, stage: StepStage) -> dict[str, Any]:
+def run_step_stage(session: Session, stage: StepStage) -> dict[str, Any]:
     """Run a train stage, or a forward stage with its `update`; gives its entry in the summary.
 
     If any rank was asked to stop, all stop after the same step. With `on_nan: stop`, weights that are not
@@ -83,23 +83,25 @@ def run_stage(session: Session, stage: StepStage) -> dict[str, Any]:
     try:
         end = run_steps(run, step_function)
     finally:
-        reporter.screen.end()
-    stopped_early = run.stopped_early
+        reporter.screen.end_stage()
+    stopped_early = run.early_stop_is_due
     runtime.profiler.stop(state.step)  # what lies between stages belongs to no step
     if end == "complete":
         if stage.stop is not None and stopped_early and run.steps_done != run.steps:
-            note_early_stop(run, stage.stop)
+            report_early_stop(run, stage.stop)
         end_stage(run)
         if stage.evaluate is not None and state.results.evaluated_step != state.step:
             with excluded_from_timing(run, b"evaluate"):
                 evaluate_in_stage(run, at_end=True)
     else:
         if end == "stopped":  # a failed run takes none: its weights are broken
-            take_checkpoint(session, at_end=True)  # before `end_interrupted`: with the exchanges in flight
+            take_checkpoint(
+                session, at_end=True
+            )  # before `transfers_when_interrupted`: with the exchanges in flight
         # Nothing may be in flight when the process groups go.
-        run.synchronizer.run(run.sequence.end_interrupted())
+        run.synchronizer.apply_and_start_transfers(run.sequence.transfers_when_interrupted())
     state.synchronizer = None
-    runtime.turns.select(None)
+    runtime.turns.set_trainable(None)
     runtime.frozen.set_trained_names(runtime.turns.trained)
     state.cursor.count_time(in_stage=True)
     entry = {
@@ -110,7 +112,7 @@ def run_stage(session: Session, stage: StepStage) -> dict[str, Any]:
         "loss": state.results.loss,
         "interrupted": end != "complete",
     }
-    return entry | ({} if stage.evaluate is None else summary_of_evaluations(run, stopped_early))
+    return entry | ({} if stage.evaluate is None else summarize_evaluations(run, stopped_early))
 
 
 def run_steps(run: StageRun, step_function: StepFunction) -> StageEnd:
@@ -121,7 +123,7 @@ def run_steps(run: StageRun, step_function: StepFunction) -> StageEnd:
         with excluded_from_timing(run, b"evaluate"):
             if not evaluate_in_stage(run):  # after a resume: it was due when the checkpoint was taken
                 return "stopped"
-    while not run.stopped_early:
+    while not run.early_stop_is_due:
         handle_time_slice_and_profiler(run)
         step, stage_step = state.current_step, run.steps_done + 1
         reporter.location = f"{run.stage.path}, step {step}"
@@ -147,7 +149,7 @@ def run_steps(run: StageRun, step_function: StepFunction) -> StageEnd:
 # One step.
 
 
-class MicroResult(NamedTuple):
+class MicroBatchResult(NamedTuple):
     """What a turn's passes gave on a micro-batch."""
 
     micro: MicroBatch
@@ -155,7 +157,7 @@ class MicroResult(NamedTuple):
     values: Mapping[str, Tensor]  # the numbers beside it
 
 
-class Update(NamedTuple):
+class OptimizerStepResult(NamedTuple):
     """An optimizer's step: whether it was taken, and the norms that `clip_gradients` gives."""
 
     applied: bool
@@ -166,7 +168,7 @@ class Update(NamedTuple):
 def train_step(run: StageRun, batches: StepBatches, stage_step: int) -> None:
     """One update of the weights on all micro-batches; in a round one on each."""
     runtime, applied = run.session.runtime, False
-    turns, micro_batches = run.due_turns(stage_step), load_micro_batches(run, batches)
+    turns, micro_batches = run.due_turns(stage_step), move_to_device(run, batches)
     with warmup_lr(runtime.optimizer, run.warmup_steps_done(stage_step), run.settings.warmup_steps):
         if run.settings.plan.round is None:
             applied = train_turns(run, turns, micro_batches, batches)
@@ -180,8 +182,8 @@ def train_step(run: StageRun, batches: StepBatches, stage_step: int) -> None:
                 runtime.ranks.watchdog.set_phase(b"data")
             total = batches.total_weight
             run.synchronizer.weight = own_weight * ranks / total if total else 1.0
-    runtime.turns.select(runtime.turns.of_stage[run.stage.index])
-    after_update(run, applied=applied)
+    runtime.turns.set_trainable(runtime.turns.of_stage[run.stage.index])
+    step_schedule_and_ema(run, applied=applied)
     runtime.recorder.lap("optimizer_us")
 
 
@@ -195,19 +197,19 @@ def train_turns(
     has updated the weights.
     """
     session, runtime = run.session, run.session.runtime
-    updates: list[Update] = []
-    results: list[list[MicroResult]] = []
+    updates: list[OptimizerStepResult] = []
+    results: list[list[MicroBatchResult]] = []
     if len(turns) > 1:
         micro_batches = list(micro_batches)
     for turn in turns:
         if updates:
             runtime.recorder.lap("optimizer_us")
-        runtime.turns.select(turn.params)
+        runtime.turns.set_trainable(turn.params)
         with nullcontext() if turn.name is None else only_groups_of(turn, runtime.optimizer):
             of_turn, update = train_turn(run, turn, micro_batches, batches)
         results.append(of_turn)
         updates.append(update)
-    record_update(run, updates)
+    record_lr_and_norms(run, updates)
     for of_turns in zip(*results, strict=True):
         micro, loss = of_turns[0].micro, reduce(torch.add, [one.loss for one in of_turns])
         values = mean_values_over_calls(session, [one.values for one in of_turns])
@@ -215,7 +217,7 @@ def train_turns(
     return any(update.applied for update in updates)
 
 
-def load_micro_batches(run: StageRun, batches: StepBatches) -> Iterator[tuple[MicroBatch, Any]]:
+def move_to_device(run: StageRun, batches: StepBatches) -> Iterator[tuple[MicroBatch, Any]]:
     """Each micro-batch, and its content on the device as calls get it."""
     runtime = run.session.runtime
     for micro in batches.micro_batches:
@@ -226,12 +228,12 @@ def load_micro_batches(run: StageRun, batches: StepBatches) -> Iterator[tuple[Mi
 
 def train_turn(
     run: StageRun, turn: Turn, micro_batches: Iterable[tuple[MicroBatch, Any]], batches: StepBatches
-) -> tuple[list[MicroResult], Update]:
+) -> tuple[list[MicroBatchResult], OptimizerStepResult]:
     """Forward and backward passes, and the optimizer's step; enters DDP only if gradients are exchanged. An
     optimizer that takes a closure may call for more passes (`closure.py`).
     """
     runtime = run.session.runtime
-    results: list[MicroResult] = []
+    results: list[MicroBatchResult] = []
     recorder, precision, watchdog = runtime.recorder, runtime.precision, runtime.ranks.watchdog
     gradients, timings = run.settings.plan.gradients, runtime.loaded.pipeline.timings
     replica = turn.replica if gradients else None
@@ -247,7 +249,7 @@ def train_turn(
         replica.dispatcher.begin_step(scale, fidelity=measure_fidelity, undoable=undoable)
     for index, (micro, content) in enumerate(micro_batches, start=1):
         last = index == batches.micro_batch_count
-        if index == 1 and runtime.buffers.before_forward():
+        if index == 1 and runtime.buffers.sync_before_forward():
             recorder.lap("sync_us")
         watchdog.set_phase(b"forward")
         if closure is not None:
@@ -255,14 +257,14 @@ def train_turn(
         with nullcontext() if replica is None else replica.accumulating(not last):
             result = runtime.objective(model, content, turn.name)
             loss = result.loss
-            results.append(MicroResult(micro, loss.detach(), result.values))
+            results.append(MicroBatchResult(micro, loss.detach(), result.values))
             del result  # its output need not outlive the pass
             weight = loss_weight(run.session, micro, batches.total_weight)
             weighted = loss if weight == 1.0 else loss * weight
             if scale is not None:
                 weighted = weighted * scale
             recorder.lap("forward_us")
-            with nullcontext() if weight else zero_gradients(runtime.model):
+            with nullcontext() if weight else zero_gradients_in_backward(runtime.model):
                 backward(run, replica, weighted, last=last)
         if closure is not None:
             closure.add_pass(content, weight, weighted)
@@ -275,8 +277,8 @@ def train_turn(
     if batches.total_weight:
         update = optimizer_step(run, closure=closure)
     else:  # nothing counts, and momentum or weight decay alone would move the weights
-        update = Update(applied=False, norm=None, group_norms={})
-        drop_gradients(runtime.optimizer)
+        update = OptimizerStepResult(applied=False, norm=None, group_norms={})
+        clear_gradients(runtime.optimizer)
     if replica is not None:
         replica.dispatcher.end_step(applied=update.applied)
     return results, update
@@ -309,7 +311,7 @@ def forward_step(update: UpdateFunction | None, run: StageRun, batches: StepBatc
     (micro,) = batches.micro_batches
     content = runtime.precision.to_device(micro.content)
     recorder.lap("data_us")
-    if runtime.buffers.before_forward():
+    if runtime.buffers.sync_before_forward():
         recorder.lap("sync_us")
     runtime.ranks.watchdog.set_phase(b"forward")
     fixed_rng: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -343,15 +345,15 @@ def forward_step(update: UpdateFunction | None, run: StageRun, batches: StepBatc
     if any(param.grad is not None for param in model.parameters()):
         with warmup_lr(runtime.optimizer, run.warmup_steps_done(stage_step), run.settings.warmup_steps):
             update_of_weights = optimizer_step(run, from_backward=False)
-            record_update(run, [update_of_weights])
+            record_lr_and_norms(run, [update_of_weights])
             applied = update_of_weights.applied
-    after_update(run, applied=applied)
+    step_schedule_and_ema(run, applied=applied)
     recorder.lap("optimizer_us")
 
 
 def optimizer_step(
     run: StageRun, *, closure: StepClosure | None = None, from_backward: bool = True
-) -> Update:
+) -> OptimizerStepResult:
     """Clip, and step. The loss scaler knows gradients `from_backward`."""
     runtime = run.session.runtime
     precision, optimizer, model = runtime.precision, runtime.optimizer, runtime.model
@@ -373,11 +375,11 @@ def optimizer_step(
         reason, step = "a gradient is not finite", run.session.state.current_step
         events = run.session.reporter.events
         events.warning("step_skipped", step=step, reason=reason, rank=runtime.ranks.rank)
-    drop_gradients(optimizer)
-    return Update(applied, norm, group_norms)
+    clear_gradients(optimizer)
+    return OptimizerStepResult(applied, norm, group_norms)
 
 
-def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
+def clear_gradients(optimizer: torch.optim.Optimizer) -> None:
     """What `zero_grad` does, without the profiler's range around it, which takes most of its time."""
     if getattr(optimizer.zero_grad, "__func__", None) is not torch.optim.Optimizer.zero_grad:
         optimizer.zero_grad(set_to_none=True)  # one of its own, which may do more
@@ -387,7 +389,7 @@ def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
             param.grad = None
 
 
-def record_update(run: StageRun, updates: Sequence[Update]) -> None:
+def record_lr_and_norms(run: StageRun, updates: Sequence[OptimizerStepResult]) -> None:
     """Record rates, and the norms of all turns of a step together; None for a group whose turn is not due."""
     groups, recorder = run.session.runtime.optimizer.param_groups, run.session.runtime.recorder
     norms = [one.norm for one in updates if one.norm is not None]
@@ -400,7 +402,7 @@ def record_update(run: StageRun, updates: Sequence[Update]) -> None:
     recorder.note_update(groups, total, of_groups)
 
 
-def after_update(run: StageRun, *, applied: bool) -> None:
+def step_schedule_and_ema(run: StageRun, *, applied: bool) -> None:
     """What follows an update of the weights: the schedule's next step, and the weights' average (`ema`). One
     that was skipped counts where each rank has updates of its own: schedules and averages go together.
     """
@@ -412,7 +414,7 @@ def after_update(run: StageRun, *, applied: bool) -> None:
         schedule.step() if applied else replay_schedule(schedule, 1)
     if ema is not None and run.settings.plan.round is None:  # after a round, it comes after the exchange
         ema.update()
-    run.sequence.note_update()
+    run.sequence.note_weights_updated()
 
 
 def loss_weight(session: Session, micro: MicroBatch, total: float) -> float:
@@ -449,7 +451,7 @@ def clip_gradients(run: StageRun) -> tuple[Tensor | None, Mapping[int, Tensor]]:
     clipping_measures_all = by_norm_alone and len(groups) == 1
     every = runtime.loaded.pipeline.timings.grad_norm_every
     if is_due(every, run.session.state.current_step) and not clipping_measures_all:
-        group_norms = _norms(groups)
+        group_norms = _group_gradient_norms(groups)
         if group_norms:
             norm = torch.linalg.vector_norm(torch.stack([*group_norms.values()]))
     if settings.clip_value is not None:
@@ -461,7 +463,7 @@ def clip_gradients(run: StageRun) -> tuple[Tensor | None, Mapping[int, Tensor]]:
     return norm, group_norms
 
 
-def _norms(groups: Sequence[Mapping[str, Any]]) -> dict[int, Tensor]:
+def _group_gradient_norms(groups: Sequence[Mapping[str, Any]]) -> dict[int, Tensor]:
     """The 2-norm of each parameter group's gradients; none if one is sparse, which has no norm in torch."""
     gradients = {id(group): _gradients(group["params"]) for group in groups}
     every = [one for of_group in gradients.values() for one in of_group]
@@ -495,12 +497,12 @@ def warmup_lr(optimizer: torch.optim.Optimizer, steps_done: int, warmup_steps: i
 def sync_after_step(run: StageRun, stage_step: int) -> bool:
     """Exchange what policy, buffers and audit want after this step; whether all ranks exchanged anything."""
     step = run.session.state.current_step
-    for action in run.sequence.after_step(stage_step):
+    for action in run.sequence.actions_after_step(stage_step):
         execute_action(run, action, step)
     if run.settings.plan.round is not None and (ema := run.session.runtime.ema) is not None:
         ema.update()
     run.session.runtime.recorder.lap("sync_us")
-    return run.sequence.exchanges(stage_step)
+    return run.sequence.exchanges_in_step(stage_step)
 
 
 def end_step_and_read_messages(run: StageRun, exchanged: bool) -> list[AgreedSteps]:
@@ -536,17 +538,17 @@ def act_on_messages(
     requested = any(one.checkpoint for one in agreed_steps)
     compare_clocks = any(one.compare_clocks for one in agreed_steps)
     if agreed_steps:
-        session.record_agreed(agreed_steps)
+        session.record_agreed_steps(agreed_steps)
         if runtime.finite_check.check_after_steps(agreed_steps, run.settings.on_nan, step):
             return "failed"
         if any(one.stop for one in agreed_steps):
             # All of it: the checkpoint at the end holds the totals of all steps.
-            session.record_agreed(runtime.recorder.wait_for_messages())
+            session.record_agreed_steps(runtime.recorder.wait_for_messages())
             return "stopped"
     elif not exchanged:  # otherwise progress comes with the message
         session.reporter.show_step(run.steps_done, step)
-    if run.balance.changes_after(step) and run.steps_done != run.steps:
-        run.share_samples()  # before a checkpoint, which holds them
+    if run.balance.adjust_shares_after(step) and run.steps_done != run.steps:
+        run.apply_sample_shares()  # before a checkpoint, which holds them
     if run.evaluation_is_due:
         with excluded_from_timing(run, b"evaluate"):
             if not evaluate_in_stage(run):  # first: a checkpoint holds its outcome
@@ -555,8 +557,8 @@ def act_on_messages(
         take_checkpoint(session, requested=requested)
     if session.checkpoint_is_due(runtime.memory_checkpoints):
         take_checkpoint(session, in_memory=True)
-    report_checkpoints(session)
-    session.reporter.report_choices(step, run.choosing_hooks)
+    report_checkpoint_outcomes(session)
+    session.reporter.report_hook_choices(step, run.choosing_hooks)
     if runtime.compiler is not None:
         session.reporter.report_recompiles(runtime.compiler, step)
     if compare_clocks:
@@ -570,11 +572,11 @@ def agree_on_stage_end(run: StageRun) -> StageEnd:
     """
     session, runtime, on_nan = run.session, run.session.runtime, run.settings.on_nan
     agreed_steps = runtime.recorder.end_stage()
-    session.record_agreed(agreed_steps)
+    session.record_agreed_steps(agreed_steps)
     failed = runtime.finite_check.check_after_steps(agreed_steps, on_nan, session.state.step)
     if any(one.checkpoint for one in agreed_steps) and not failed:
         take_checkpoint(session, requested=True)
-    if runtime.finite_check.check(on_nan, session.state.step):
+    if runtime.finite_check.check_parameters(on_nan, session.state.step):
         return "failed"
     mine = [float(runtime.signals.stop_requested)]
     stopped = runtime.exchange.control.all_gather(mine, "the stage's end").any()
@@ -588,7 +590,7 @@ def agree_on_stage_end(run: StageRun) -> StageEnd:
 def excluded_from_timing(run: StageRun, phase: bytes) -> Iterator[None]:
     """Exclude what is inside from the time of steps and stage; waits for messages and the device first."""
     session, runtime, started = run.session, run.session.runtime, time.monotonic()
-    session.record_agreed(runtime.recorder.wait_for_messages())
+    session.record_agreed_steps(runtime.recorder.wait_for_messages())
     runtime.recorder.pause_timing()
     runtime.clock.synchronize()
     runtime.ranks.watchdog.set_phase(phase)
@@ -603,7 +605,7 @@ def handle_time_slice_and_profiler(run: StageRun) -> None:
     runtime, state = run.session.runtime, run.session.state
     if runtime.time_slices.ends_after(state.step):
         with excluded_from_timing(run, b"waiting for its time slice"):
-            runtime.time_slices.wait(state.step)
+            runtime.time_slices.wait_for_next_slice(state.step)
     stage_is_over = run.steps_done == run.steps
     if runtime.profiler.toggles_before(state.current_step) and not stage_is_over:
         with excluded_from_timing(run, b"the profiler"):

@@ -45,5 +45,5 @@ def loss_joins_model(loss: object) -> TypeGuard[nn.Module]:
     return stateful or not type(loss).__module__.startswith("torch.")
 
 
-def model_alone(module: nn.Module) -> nn.Module:
+def bare_model(module: nn.Module) -> nn.Module:
     return module.model if isinstance(module, ModelWithLoss) else module

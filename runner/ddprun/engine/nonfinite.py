@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from ddprun.telemetry.recorder import AgreedSteps, StepRecorder
-from ddprun_hooks.comm.control import ControlChannel
+from ddprun_hooks.comm.control_channel import ControlChannel
 
 OnNan = Literal["continue", "stop"]
 
 
 @dataclass(frozen=True, slots=True)
-class Nonfinite:
+class NonfiniteFinding:
     """The first loss or parameter of a run that was not finite."""
 
     step: int
@@ -46,14 +46,14 @@ class FiniteCheck:
         model: nn.Module,
         control: ControlChannel,
         recorder: StepRecorder,
-        report: Callable[[Nonfinite], None],
+        report: Callable[[NonfiniteFinding], None],
     ) -> None:
         named = {name: param for name, param in model.named_parameters() if param.requires_grad}
         self.initially_nonfinite = frozenset(_nonfinite_names(named))
         self._params = {name: param for name, param in named.items() if name not in self.initially_nonfinite}
         self._names = list(self._params)
         self._control, self._recorder, self._report = control, recorder, report
-        self.first_nonfinite: Nonfinite | None = None
+        self.first_nonfinite: NonfiniteFinding | None = None
         self.nonfinite_parameter: str | None = None  # that was not finite in the last check
         self.failed = False  # the run ends because weights are not finite any more
 
@@ -61,9 +61,9 @@ class FiniteCheck:
         """Check the parameters if a loss in `agreed_steps` was not finite; whether the run fails."""
         if not any(one.nonfinite for one in agreed_steps) or (self.first_nonfinite and on_nan == "continue"):
             return self.failed
-        return self.check(on_nan, step)
+        return self.check_parameters(on_nan, step)
 
-    def check(self, on_nan: OnNan, step: int) -> bool:
+    def check_parameters(self, on_nan: OnNan, step: int) -> bool:
         """Find and report the first loss or parameter of the ranks that is not finite; whether the run fails.
         Waits for the device.
         """
@@ -78,7 +78,7 @@ class FiniteCheck:
         if self.first_nonfinite is None and (losses or number):
             at, rank = min(losses, default=(step, numbers.index(number)))
             value = str(rows[rank][1]) if losses else None
-            self.first_nonfinite = Nonfinite(at, rank, value, self.nonfinite_parameter)
+            self.first_nonfinite = NonfiniteFinding(at, rank, value, self.nonfinite_parameter)
             self._report(self.first_nonfinite)
         self.failed = self.failed or (number > 0 and on_nan == "stop")
         return self.failed

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ddprun.config import LoadedPipeline, PipelineError
-from ddprun.config.built_ins import WeightByTargets
+from ddprun.config.built_in_options import WeightByTargetsOptions
 from ddprun.engine.data import Feed, all_gather_number
 from ddprun.engine.model_with_loss import loss_joins_model
 from ddprun.engine.samples import describe_sample
@@ -26,7 +26,7 @@ from ddprun.engine.turns import Turns
 from ddprun.parallel.ddp import DdpReplica
 from ddprun.sync.buffers import BufferUse, clone_buffers, load_buffers, probe_buffer_use
 from ddprun.units import abbreviated_list
-from ddprun_hooks.comm.control import ControlChannel
+from ddprun_hooks.comm.control_channel import ControlChannel
 from ddprun_hooks.comm.gpu import CopyStream, GpuStreams
 
 _TARGETS_HINT = "write weight_by: {targets: {of: labels}}, with the key of the targets"
@@ -40,7 +40,7 @@ _BATCH_NORM_ERROR = "more than 1 value per channel"  # torch's, of a batch of on
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Scaler(torch.amp.GradScaler):
+class UnscaledGradScaler(torch.amp.GradScaler):
     """A GradScaler for gradients that are unscaled already.
 
     Torch's own divides by the loss scale after the reduction. Here the dispatcher has done it before the
@@ -77,7 +77,7 @@ class Precision:
         self._autocast_dtype = None if pure else half
         # A half-precision loss passes its own scale on as a gradient, and fp16 ends below torch's 2^16.
         first_scale = 2.0**15 if pure else 2.0**16
-        self.scaler = Scaler(device.type, first_scale) if half == torch.float16 else None
+        self.scaler = UnscaledGradScaler(device.type, first_scale) if half == torch.float16 else None
         self._copy_stream = CopyStream(GpuStreams(device)) if device.type == "cuda" else None
 
     def autocast(self) -> AbstractContextManager[None]:
@@ -92,7 +92,7 @@ class Precision:
         """
         if self._copy_stream is not None:
             content = map_tensors(content, self._copy_stream.copy_to_gpu, change_object=lambda one: one)
-            self._copy_stream.join_current_stream()
+            self._copy_stream.block_current_stream()
         change = self._to_device_dtype if cast else partial(Tensor.to, device=self.device)
         return map_tensors(content, change, change_object=lambda one: one.to(self.device))
 
@@ -216,7 +216,7 @@ class Objective:
         # Targets of this value do not count; None: all do.
         self.ignore_index = ignored if isinstance(ignored, int) else None
 
-    def transformed(self, content: Any) -> Any:
+    def transform_batch(self, content: Any) -> Any:
         """A batch as training weighs it: changed on the device by the file's `transform`, if there is one."""
         if self._transform is None:
             return content
@@ -225,9 +225,9 @@ class Objective:
             raise self._loaded.error("batch.transform", "gives None", "expected the changed batch")
         return changed
 
-    def training_batch(self, content: Any) -> Any:
+    def prepare_batch(self, content: Any) -> Any:
         """A batch as training passes it to calls: transformed, on the device, and cast."""
-        return self.precision.to_device(self.transformed(content))
+        return self.precision.to_device(self.transform_batch(content))
 
     def __call__(self, model: nn.Module, content: Any, turn: str | None = None) -> ForwardResult:
         """Forward and loss of what is trained; a PipelineError if batch, model and loss do not fit."""
@@ -305,7 +305,9 @@ class Objective:
             return (given, target), {}, None
         return ((), given, target) if isinstance(given, Mapping) else ((given,), {}, target)
 
-    def select(self, keys: Mapping[str, Any], path: str, result: ForwardResult) -> ForwardResult:
+    def select_metric_inputs(
+        self, keys: Mapping[str, Any], path: str, result: ForwardResult
+    ) -> ForwardResult:
         """What a metric at `path` gets: by its `keys` a part of what the model returned, and of the batch."""
         if "output" not in keys:
             return result
@@ -349,7 +351,7 @@ class Objective:
     def _count_targets(self, content: Any) -> Tensor | int:
         """How many targets of a batch count; of a cross-entropy each by its class's weight."""
         wanted = self._weight_by.settings if self._weight_by is not None else None
-        assert isinstance(wanted, WeightByTargets)
+        assert isinstance(wanted, WeightByTargetsOptions)
         loss = self.loss if wanted.of is None else None
         if wanted.of is not None:
             target = self._pick(content, wanted.of, "weight_by.targets.of")
@@ -367,7 +369,7 @@ class Objective:
         ignored = wanted.ignore_index if wanted.ignore_index is not None else self.ignore_index
         return _count_weighted_targets(target[..., wanted.shift :] if wanted.shift else target, loss, ignored)
 
-    def weight_in_mean(self, content: Any, result: ForwardResult, samples: int) -> Tensor | float:
+    def evaluation_weight(self, content: Any, result: ForwardResult, samples: int) -> Tensor | float:
         """The weight of a batch's loss in a mean over batches: by `weight_by` of its `content`, which is not
         cast; without it, the number of targets that count for a cross-entropy (each by its class's weight),
         and the number of samples for another loss.
@@ -424,7 +426,7 @@ def _count_weighted_targets(target: Tensor, loss: Any, ignored: int | None) -> T
 
 
 @contextmanager
-def zero_gradients(model: nn.Module) -> Iterator[None]:
+def zero_gradients_in_backward(model: nn.Module) -> Iterator[None]:
     """Around the backward pass of a loss of weight 0: it adds zeros to the gradients, even where the mean
     over no targets has made them NaN.
     """
@@ -447,7 +449,7 @@ def initialize_lazy_parameters(model: nn.Module, objective: Objective, feed: Fee
     if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
         model.eval()
         for name in turns.names or [None]:  # a pipeline may only evaluate
-            objective(model, objective.training_batch(feed.first_batch()), name)
+            objective(model, objective.prepare_batch(feed.first_batch()), name)
         objective.called.clear()  # passes in training may give other numbers beside the loss
         objective.value_names.clear()
         model.train()
@@ -472,7 +474,7 @@ def check_last_batch(
         model.train()
         try:
             for name in turn_names:
-                objective(model, objective.training_batch(feed.first_batch(1)), name)
+                objective(model, objective.prepare_batch(feed.first_batch(1)), name)
         except ValueError as error:
             if _BATCH_NORM_ERROR not in str(error):
                 raise
@@ -492,7 +494,7 @@ def find_buffer_use(
         return BufferUse.from_changes(named, named, read=False)
     precision = objective.precision
     with preserve_rng_state(precision.device):
-        content = objective.training_batch(feed.first_batch())
+        content = objective.prepare_batch(feed.first_batch())
 
     def forward(buffers: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         # It restores the generators, too: each pass draws the same numbers.
@@ -511,7 +513,7 @@ def warmup_pass(
     """Two passes without a trace on the first batch: a model may go another way once it has been called."""
     with preserve_state(objective.precision.device, model, objective.loss), torch.set_grad_enabled(backward):
         model.train()
-        content = objective.training_batch(feed.first_batch())
+        content = objective.prepare_batch(feed.first_batch())
         for _ in range(2):
             loss = objective(model, content, turn).loss
             if backward:
@@ -526,7 +528,7 @@ def describe_call(name: str, positional: Sequence[Any], named: Mapping[str, Any]
     return f"{name}({', '.join(given)})"
 
 
-def settle_layout(
+def freeze_bucket_layout(
     replica: DdpReplica, objective: Objective, feed: Feed, turn: str | None, barrier: Callable[[], None]
 ) -> None:
     """Run throw-away passes on the first batch until DDP's buckets are as they stay; a PipelineError if
@@ -538,11 +540,11 @@ def settle_layout(
     """
     model, settings = replica.model, replica.settings
     with preserve_state(objective.precision.device, model, objective.loss):
-        content = objective.training_batch(feed.first_batch())
+        content = objective.prepare_batch(feed.first_batch())
         model.train()
         for _ in range(3 if settings.static_graph else 2):
             objective(replica.ddp, content, turn).loss.backward()  # type: ignore[no-untyped-call]
-            missing = replica.without_gradient()
+            missing = replica.params_without_gradient()
             if missing and not (settings.find_unused_parameters or settings.static_graph):
                 raise objective.unused_parameters_error(missing, "the loss of a rank's first batch")
             model.zero_grad(set_to_none=True)

@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from ddprun.config import Choice, LoadedPipeline, length_option_to_fill
-from ddprun.config.signatures import torch_options_model
 from ddprun.config.stages import better_values
+from ddprun.config.torch_signatures import torch_options_model
 from ddprun.engine.build import ChoiceBuilder
 from ddprun.engine.feeds import Feeds
-from ddprun.engine.model_with_loss import model_alone
+from ddprun.engine.model_with_loss import bare_model
 from ddprun.engine.turns import Turns, check_groups_of_turns
-from ddprun.engine.weights import has_train_eval_modes, parameter_groups
+from ddprun.engine.weights import build_parameter_groups, optimizer_has_train_eval
 from ddprun.parallel.ddp import sparse_parameters
 from ddprun.sync.buffers import trainable_parameters
 from ddprun.sync.exchanger import initialize_optimizer_state, requires_closure
@@ -37,18 +37,18 @@ def build_optimizer(
     training mode.
     """
     choice = choice or loaded.pipeline.optimizer
-    chosen, others = ChoiceBuilder.from_path(loaded, path, choice), None
-    if (other := choice.beside.get("others")) is None:
+    chosen, others = ChoiceBuilder.from_key_path(loaded, path, choice), None
+    if (other := choice.sibling_keys.get("others")) is None:
         options = [_group_options(loaded, index, chosen) for index in range(len(loaded.pipeline.groups))]
         vectors = [name for name, one in trainable_parameters(model).items() if one.dim() != 2]
         if chosen.source == "torch" and chosen.name == "Muon" and vectors:
             text = f"it takes matrices only, and not {abbreviated_list(vectors)}"
             raise chosen.error(text, "write others: {adamw: {…}} beside it, or freeze them")
-        divided = parameter_groups(loaded, model, options, turns.params_of_partial_turns)
-        params = _optimizer_argument(chosen, model, divided)
+        divided = build_parameter_groups(loaded, model, options, turns.params_of_partial_turns)
+        params = _first_optimizer_argument(chosen, model, divided)
         optimizer: Any = chosen.construct(torch.optim, params, Optimizer)
     else:
-        others = ChoiceBuilder.from_path(loaded, f"{path}.others", other)
+        others = ChoiceBuilder.from_key_path(loaded, f"{path}.others", other)
         optimizer = _build_two_optimizers(loaded, model, turns, chosen, others)
     # Of timm's layer decay, which only its own schedules apply; groups of other packages are scaled already.
     scaled = [group for group in optimizer.param_groups if "lr_scale" in group and "lr" in group]
@@ -60,9 +60,9 @@ def build_optimizer(
     if missing := [name for name, param in trainable_parameters(model).items() if id(param) not in held]:
         text = f"it leaves out parameters that are trained: {abbreviated_list(missing)}"
         raise chosen.error(text, "freeze them, or have it take all that require a gradient")
-    _check_sparse(loaded, model, [chosen, others or chosen], optimizer)
+    _check_sparse_gradients(loaded, model, [chosen, others or chosen], optimizer)
     check_groups_of_turns(loaded, turns, optimizer, chosen.error)
-    if has_train_eval_modes(optimizer):
+    if optimizer_has_train_eval(optimizer):
         if loaded.pipeline.ema is not None:
             text = f'"ema" clashes with "optimizer: {choice.name}", which averages the weights itself'
             raise loaded.error("ema", text, "remove one of the two")
@@ -91,7 +91,7 @@ def _build_two_optimizers(
     """The first takes the matrices; groups with `optimizer` say themselves which of the two takes them."""
     groups, builders = loaded.pipeline.groups, [chosen, others]
     numbers = [{"group": index} for index in range(len(groups))]
-    divided = parameter_groups(loaded, model, numbers, turns.params_of_partial_turns)
+    divided = build_parameter_groups(loaded, model, numbers, turns.params_of_partial_turns)
     found: list[list[dict[str, Any]]] = [[], []]
     for group in divided if groups or turns.params_of_partial_turns else [{"params": divided}]:
         index: Any = group.pop("group", None)
@@ -108,10 +108,12 @@ def _build_two_optimizers(
         if not own:
             text = f'no parameter is left for "{builder.name}"'
             raise builder.error(text, f"a group can have optimizer: {name}")
-        optimizer: Any = builder.construct(torch.optim, _optimizer_argument(builder, model, own), Optimizer)
+        optimizer: Any = builder.construct(
+            torch.optim, _first_optimizer_argument(builder, model, own), Optimizer
+        )
         for refused, why in (
             (requires_closure(optimizer), "takes a closure"),
-            (has_train_eval_modes(optimizer), "has the modes train() and eval()"),
+            (optimizer_has_train_eval(optimizer), "has the modes train() and eval()"),
             (_saves_its_own_state(optimizer), "has a state_dict or load_state_dict of its own"),
         ):
             if refused:
@@ -158,7 +160,7 @@ class TwoOptimizers(Optimizer):
         return [[one for one in groups if one["others"] == others] for others in (False, True)]
 
 
-def _optimizer_argument(chosen: ChoiceBuilder, model: nn.Module, params: list[Any]) -> Any:
+def _first_optimizer_argument(chosen: ChoiceBuilder, model: nn.Module, params: list[Any]) -> Any:
     """What an optimizer is made over, by the name of its first argument: `model` or `model_or_params`,
     `named_parameters`, or anything else for parameters or their groups.
     """
@@ -173,13 +175,13 @@ def _optimizer_argument(chosen: ChoiceBuilder, model: nn.Module, params: list[An
     pipeline = chosen.loaded.pipeline
     for key, given in (
         ("groups", pipeline.groups),
-        ("optimizer.others", pipeline.optimizer.beside.get("others")),
+        ("optimizer.others", pipeline.optimizer.sibling_keys.get("others")),
     ):
         if given:
             text = f'"{chosen.name}" takes {first}, and makes groups of its own'
             hint = f"remove {key}, or name an optimizer that takes parameters"
             raise chosen.loaded.error(key, text, hint)
-    return list(trainable_parameters(model).items()) if first == "named_parameters" else model_alone(model)
+    return list(trainable_parameters(model).items()) if first == "named_parameters" else bare_model(model)
 
 
 def _check_step_and_state_dict(chosen: ChoiceBuilder, optimizer: Optimizer) -> None:
@@ -210,7 +212,7 @@ def _keeps_state(optimizer: Optimizer) -> bool:
 
 def takes_closure(loaded: LoadedPipeline, optimizer: Optimizer) -> bool:
     """Whether steps pass a closure: `step` requires one, or the file says `closure: true`."""
-    return "closure" in loaded.pipeline.optimizer.beside or requires_closure(optimizer)
+    return "closure" in loaded.pipeline.optimizer.sibling_keys or requires_closure(optimizer)
 
 
 def check_closure(loaded: LoadedPipeline, optimizer: Optimizer) -> None:
@@ -232,7 +234,7 @@ def check_closure(loaded: LoadedPipeline, optimizer: Optimizer) -> None:
             raise loaded.error(path, f"it clashes with {name}: {why}")
 
 
-def _check_sparse(
+def _check_sparse_gradients(
     loaded: LoadedPipeline, model: nn.Module, both: Sequence[ChoiceBuilder], optimizer: Optimizer
 ) -> None:
     """Raise a PipelineError for what torch cannot do with the sparse gradients of some embeddings."""
@@ -298,7 +300,7 @@ def settings_of_stages(
 _STATE_OF_OPTIONS = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
 
 
-def change_options(optimizer: Optimizer, group: dict[str, Any], options: Mapping[str, Any]) -> None:
+def change_group_options(optimizer: Optimizer, group: dict[str, Any], options: Mapping[str, Any]) -> None:
     """Change options of a parameter group. Torch makes all of a parameter's state in its first step, so what
     an option needs that was off until now is made here: zeros, as before a first step.
     """
@@ -325,7 +327,7 @@ def try_schedules(
     held += optimizer.param_groups  # beside these, dicts hold its state, and hooks on its steps
     before, found = [dict(one) for one in held], dict[str, LRScheduler]()
     for stage, effective in loaded.pipeline.stages_and_settings():
-        of_run, path = effective.has_schedule_of_run, stage.key_path("schedule")
+        of_run, path = effective.has_run_schedule, stage.key_path("schedule")
         steps = feeds.steps_of_run(loaded.pipeline) if of_run else feeds.steps_of(stage.index, effective)
         for group, own in zip(optimizer.param_groups, settings[stage.index], strict=True):
             group.pop("initial_lr", None)
@@ -354,9 +356,9 @@ def build_schedule(
     """
     if choice is None:
         return None
-    chosen = ChoiceBuilder.from_path(loaded, path, choice)
+    chosen = ChoiceBuilder.from_key_path(loaded, path, choice)
     length = length_option_to_fill(chosen.name, chosen.options) if chosen.source == "torch" else None
-    metric = choice.beside.get("metric")
+    metric = choice.sibling_keys.get("metric")
     if metric and chosen.source == "torch":
         chosen.options.setdefault("mode", better_values(metric))
     if length is not None:

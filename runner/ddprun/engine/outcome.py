@@ -12,13 +12,13 @@ from ddprun.config import BEST_FILE
 from ddprun.engine.session import Session
 from ddprun.run_files import resume_command
 from ddprun.telemetry.records import Summary
-from ddprun.telemetry.steps import TOTALS, summary_fields
+from ddprun.telemetry.step_timing import TOTALS, summary_fields
 from ddprun.telemetry.writer import versions, write_summary
 
-Status = Literal["done", "interrupted", "failed"]
+RunStatus = Literal["done", "interrupted", "failed"]
 
 
-def finish_run(session: Session, status: Status) -> list[str]:
+def finish_run(session: Session, status: RunStatus) -> list[str]:
     """Write the summary, end the records and the trackers, and show the closing table; called by all ranks.
 
     Returns descriptions of outputs that could not be written (last checkpoint, summary), the same on all
@@ -28,7 +28,7 @@ def finish_run(session: Session, status: Status) -> list[str]:
     ranks, records = runtime.ranks, runtime.records
     records.writer.flush()
     written = ranks.gather("records", [records.writer.dropped, records.writer.failure or ""])
-    raw_summary = summarize(session, status)
+    raw_summary = summarize_run(session, status)
     raw_summary.records_dropped = sum(dropped for dropped, _ in written)
     failures = {rank: why for rank, (_, why) in enumerate(written)}
     raw_summary.records_failure = reporter.note_incomplete_records(failures)
@@ -37,7 +37,7 @@ def finish_run(session: Session, status: Status) -> list[str]:
         assert first is not None
         message = _nonfinite_message(session) if ranks.rank == 0 else ""
         raw_summary.error = {"rank": first.rank, "message": message}
-    summary = _redacted(session, raw_summary)
+    summary = _redact_summary(session, raw_summary)
     writer = runtime.checkpoints
     unwritten = [writer.last_problem] if writer is not None and writer.last_problem else []
     if ranks.rank == 0:
@@ -75,26 +75,28 @@ def _nonfinite_message(session: Session) -> str:
     )
 
 
-def summarize(session: Session, status: Status) -> Summary:
+def summarize_run(session: Session, status: RunStatus) -> Summary:
     """Add up all ranks; called by all of them. Times are means over ranks, in seconds."""
     mine = [*session.runtime.recorder.totals.values()]
     rows = session.runtime.exchange.control.all_gather(mine, "totals for the summary").tolist()
     totals = [dict(zip(TOTALS, row, strict=True)) for row in rows]
     dropped = session.reporter.trackers.dropped
-    return _summary(session, status, trackers_dropped=dropped, **summary_fields(totals, session.state.step))
+    return _build_summary(
+        session, status, trackers_dropped=dropped, **summary_fields(totals, session.state.step)
+    )
 
 
 def summarize_failure(session: Session) -> Summary:
     """What one rank knows of a run that ends with an error: all but the totals of all ranks."""
-    return _redacted(session, _summary(session, "failed"))
+    return _redact_summary(session, _build_summary(session, "failed"))
 
 
-def _redacted(session: Session, summary: Summary) -> Summary:
+def _redact_summary(session: Session, summary: Summary) -> Summary:
     redacted = session.runtime.loaded.secrets.redact_all(msgspec.to_builtins(summary))
     return msgspec.convert({**redacted, "run_dir": summary.run_dir}, Summary)
 
 
-def _summary(session: Session, status: Status, **totals: Any) -> Summary:
+def _build_summary(session: Session, status: RunStatus, **totals: Any) -> Summary:
     runtime, state, results = session.runtime, session.state, session.state.results
     nonfinite = runtime.finite_check.first_nonfinite
     stages, kept, audit = state.cursor.entries, results.kept, results.last_audit

@@ -16,19 +16,19 @@ import msgspec
 import torch
 
 from ddprun import __version__
-from ddprun.config import Loaded, PipelineError
+from ddprun.config import LoadedSettings, PipelineError
 from ddprun.config.choices import Choice
 from ddprun.engine.compiling import GraphCompiler
-from ddprun.engine.nonfinite import Nonfinite
+from ddprun.engine.nonfinite import NonfiniteFinding
 from ddprun.host.device import device_name
-from ddprun.host.processes import END_RANK, SIGNAL_EXIT_BASE, cores
+from ddprun.host.processes import END_RANK_SIGNAL, SIGNAL_EXIT_BASE, cores
 from ddprun.parallel.ranks import Ranks
 from ddprun.plugins import TRACKERS
 from ddprun.sync.audit import AuditResult
 from ddprun.telemetry.progress import Screen
 from ddprun.telemetry.recorder import AgreedSteps, StepRecorder
-from ddprun.telemetry.records import SharesSet, Started, StepRecord, Straggler, Summary
-from ddprun.telemetry.writer import Writer, event_log, log_event
+from ddprun.telemetry.records import SharesSet, Started, StepRecord, StragglerEpisode, Summary
+from ddprun.telemetry.writer import RecordWriter, log_event, make_event_logger
 from ddprun.track import RunInfo, StepInfo, Tracker
 from ddprun.track.trackers import Trackers
 from ddprun.units import abbreviated_list, format_count
@@ -48,16 +48,16 @@ class Reporter:
         self,
         screen: Screen,
         recorder: StepRecorder,
-        writer: Writer,
+        writer: RecordWriter,
         redact_all: Callable[[dict[str, Any]], dict[str, Any]] = dict,
     ) -> None:
         self.screen, self.writer, self.redact_all, self._recorder = screen, writer, redact_all, recorder
         rank = recorder.rank
-        self.events = event_log(writer if rank == 0 else None, redact_all, rank=rank)
+        self.events = make_event_logger(writer if rank == 0 else None, redact_all, rank=rank)
         self.trackers = Trackers()
         self.location = "before the first stage"  # for an error's message
         self.difference_reported = False  # that ranks differ, and not yet that they are equal again
-        self._straggler: Straggler | None = None
+        self._straggler: StragglerEpisode | None = None
         self._shares: Sequence[int] = ()
         self._choices: dict[tuple[int, str, int], str] = {}  # by hook, kind of payload and bucket
         self._recompile_limit_reported = self._drift_reported = False
@@ -126,13 +126,13 @@ class Reporter:
         self._steps_before_stage, self._resumed_at, self._started = steps_before, step, time.monotonic()
         self._shown = self._overflows = 0
         self._straggler = None
-        self.screen.begin(name, steps, steps_before)
+        self.screen.begin_stage(name, steps, steps_before)
 
     def exclude_time(self, seconds: float) -> None:
         """Time that does not count as the stage's, nor in the progress line's rate."""
         self._started += seconds
 
-    def progress(self, agreed_steps: Sequence[AgreedSteps], step: int) -> None:
+    def show_progress(self, agreed_steps: Sequence[AgreedSteps], step: int) -> None:
         """Show what all ranks have just learned, oldest first, after `step` steps of the run."""
         for one in agreed_steps:
             for overflow in one.overflows:
@@ -146,9 +146,9 @@ class Reporter:
         """Show a step, after `done` of the stage and `step` of the run."""
         done = self._shown = max(done, self._shown)
         rate = (step - self._resumed_at) / (time.monotonic() - self._started)
-        self.screen.step(done, self._recorder.agreed, self._recorder.own_loss, rate)
+        self.screen.show_step(done, self._recorder.agreed, self._recorder.own_loss, rate)
 
-    def report_choices(self, step: int, hooks: Sequence[Hook]) -> None:
+    def report_hook_choices(self, step: int, hooks: Sequence[Hook]) -> None:
         """Report what hooks have chosen for buckets up to a step, where it has changed."""
         for index, hook in enumerate(hooks):
             changed: dict[str, dict[str, str]] = {}
@@ -159,7 +159,9 @@ class Reporter:
             if changed:
                 self.events.info("choices", step=step, choices=changed)
 
-    def report_shares(self, stage: int, step: int, shares: Sequence[int], speeds: Sequence[float]) -> None:
+    def report_sample_shares(
+        self, stage: int, step: int, shares: Sequence[int], speeds: Sequence[float]
+    ) -> None:
         """Report the samples of each rank in a micro-batch from `step` on, if they are other ones in the
         stage; none: they are not shared unequally. `speeds` of the ranks are in any unit, empty if they are
         not known.
@@ -176,7 +178,7 @@ class Reporter:
         slow = f" (rank {speeds.index(slowest)} is {slowest:.2f} times as fast)" if slowest < 1 else ""
         self.note(f"shares from step {step} on: {text} of {sum(shares)} samples{slow}")
 
-    def _report_straggler(self, step: int, now: Straggler | None) -> None:
+    def _report_straggler(self, step: int, now: StragglerEpisode | None) -> None:
         """A rank is late now, or no longer: the event each time, a line on the screen when one begins."""
         before, self._straggler = self._straggler, now
         if now is None:
@@ -201,7 +203,7 @@ class Reporter:
                 "only after the exchange)"
             )
 
-    def report_nonfinite(self, found: Nonfinite) -> None:
+    def report_nonfinite(self, found: NonfiniteFinding) -> None:
         self.events.warning("nonfinite", **asdict(found))
         self.note(found.describe())
 
@@ -268,7 +270,7 @@ class Reporter:
 # Trackers.
 
 
-def check_trackers(loaded: Loaded, track: Sequence[Choice]) -> None:
+def check_tracker_packages(loaded: LoadedSettings, track: Sequence[Choice]) -> None:
     """Raise a PipelineError that names the packages which trackers need and which are not installed."""
     faults = []
     for index, choice in enumerate(track):
@@ -283,7 +285,7 @@ def check_trackers(loaded: Loaded, track: Sequence[Choice]) -> None:
 
 
 def open_trackers(
-    loaded: Loaded,
+    loaded: LoadedSettings,
     track: Sequence[Choice],
     run: RunInfo,
     reporter: Reporter,
@@ -324,7 +326,7 @@ def _fail_trackers_when_ended(trackers: Trackers, *, in_script: bool) -> None:
 
     A thread does it, since the main thread may be waiting in a collective, where no handler runs.
     """
-    number = signal.SIGTERM if in_script else END_RANK
+    number = signal.SIGTERM if in_script else END_RANK_SIGNAL
 
     def handler(*_: object) -> None:
         """The thread below does the work."""

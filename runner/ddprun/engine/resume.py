@@ -21,23 +21,23 @@ from ddprun.checkpoint.codec import DamagedError
 from ddprun.checkpoint.folder import Checkpoint, rank_part_name
 from ddprun.checkpoint.location import CheckpointLocation, plan_transfers, run_transfers
 from ddprun.config import AverageStage, BroadcastStage, StepStage
-from ddprun.config.changes import check_and_list_changes, learning_rates_changed
+from ddprun.config.resume_changes import check_and_list_changes, learning_rates_changed
 from ddprun.engine import seeding
+from ddprun.engine.checkpoint_state import StateMismatchError, hook_state_partitioning_key, restore_state
 from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.session import Session
-from ddprun.engine.state import StateError, hook_state_partitioning, restore
-from ddprun.sync.exchanger import can_be_averaged, mean_of, mean_optimizer_state
+from ddprun.sync.exchanger import can_be_averaged, mean_of, merge_optimizer_states
 from ddprun.sync.plan import SyncPlan
 from ddprun.sync.synchronizer import Synchronizer
 from ddprun.telemetry.control_message import MessageAccumulator
-from ddprun.telemetry.steps import totals_of_other_ranks
+from ddprun.telemetry.step_timing import totals_after_rank_change
 from ddprun.telemetry.writer import truncate_records
 
 # What reading something other than expected ends in.
 _ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
-def resume(session: Session, prepare_folder: Callable[[], None]) -> None:
+def resume_from_checkpoint(session: Session, prepare_folder: Callable[[], None]) -> None:
     """Bring a session to where its run's newest whole checkpoint was taken; called by all ranks.
 
     Without a checkpoint the run starts from the beginning. Raises PipelineError for a change that cannot be
@@ -47,24 +47,24 @@ def resume(session: Session, prepare_folder: Callable[[], None]) -> None:
     runtime, state = session.runtime, session.state
     found = _newest_checkpoint(session)
     if found is None:
-        _accept(session, prepare_folder)
+        _commit_resume(session, prepare_folder)
         session.reporter.note("no intact checkpoint: the run starts from the beginning")
         return
-    with errors_of_checkpoint(session, found.checkpoint):
+    with translate_checkpoint_errors(session, found.checkpoint):
         saved = _read_state(session, found)
         before, cursor = saved["pipeline"], saved["position"]
         _reopen_longer_stage(session, before, cursor)
         old_pipeline, notes = check_and_list_changes(
             runtime.loaded, before, next_stage=cursor["next"], begun_stage=cursor["stage"]
         )
-        changed_data = _check_data(session, saved)
-        restore(session, saved)
+        changed_data = _check_changed_data(session, saved)
+        restore_state(session, saved)
     for name, _, mid_epoch in changed_data:
         if not mid_epoch and name in runtime.fingerprints.feeds:
             runtime.fingerprints.feeds[name].skip_rest_of_epoch()
 
     def accept() -> None:
-        _accept(session, prepare_folder)
+        _commit_resume(session, prepare_folder)
         _report_resumed(session, found, changed_data, notes)
 
     if not state.cursor.mid_stage:
@@ -75,7 +75,7 @@ def resume(session: Session, prepare_folder: Callable[[], None]) -> None:
     state.resume_state = {**saved, **more}
 
 
-def _accept(session: Session, prepare_folder: Callable[[], None]) -> None:
+def _commit_resume(session: Session, prepare_folder: Callable[[], None]) -> None:
     """Cut off the records of later steps than those that are done, and prepare the folder, once no rank has
     refused to resume.
     """
@@ -102,7 +102,7 @@ def _report_resumed(
         reporter.note(note)
     checkpoint = found.checkpoint
     shown = "memory" if found.location.in_memory else runtime.display_path(checkpoint.path)
-    state.cursor.note_world_size(state.step + 1, runtime.ranks.size)
+    state.cursor.record_world_size(state.step + 1, runtime.ranks.size)
     reporter.events.info(
         "resumed",
         step=state.step,
@@ -117,14 +117,16 @@ def _report_resumed(
     reporter.note(f"resuming after step {state.step} from {shown}{left}")
 
 
-def _check_data(session: Session, saved: Mapping[str, Any]) -> list[Any]:
+def _check_changed_data(session: Session, saved: Mapping[str, Any]) -> list[Any]:
     """Changed data, as fingerprints describe it; a PipelineError in mid-epoch, if the file says `stop`."""
     runtime = session.runtime
     pipeline, fingerprints = runtime.loaded.pipeline, runtime.fingerprints
     saved_data = saved.get("data", {})
     if pipeline.loader.sharded and saved["world_size"] != runtime.ranks.size:
         saved_data = {}  # rank 0 has another share of it
-    changes: list[Any] = runtime.ranks.from_rank_0("resume/data", lambda: fingerprints.changes(saved_data))
+    changes: list[Any] = runtime.ranks.from_rank_0(
+        "resume/data", lambda: fingerprints.find_changes(saved_data)
+    )
     steps_left = any(isinstance(stage, StepStage) for stage in pipeline.stages[saved["position"]["next"] :])
     for name, text, mid_epoch in changes:
         if mid_epoch and steps_left and pipeline.checkpoint.on_changed_data == "stop":
@@ -135,14 +137,14 @@ def _check_data(session: Session, saved: Mapping[str, Any]) -> list[Any]:
 
 
 @contextmanager
-def errors_of_checkpoint(session: Session, checkpoint: Checkpoint) -> Iterator[None]:
+def translate_checkpoint_errors(session: Session, checkpoint: Checkpoint) -> Iterator[None]:
     """Context around reading a checkpoint, which may hold anything: a PipelineError if its state does not fit
     the model, a RunFolderError if it is damaged. Other ranks learn that this one has failed, and end, too.
     """
     where = session.runtime.display_path(checkpoint.path)
     try:
         yield
-    except StateError as error:
+    except StateMismatchError as error:
         raise session.runtime.loaded.error("model", f"{error} ({where})") from None
     except (torch.OutOfMemoryError, dist.DistError):  # too little memory here; another rank has ended
         raise
@@ -195,7 +197,7 @@ def _newest_checkpoint(session: Session) -> _FoundCheckpoint | None:
     for step, location in _list_checkpoints(session):
         assessed = _assess_checkpoint(session, location, step)
         if isinstance(assessed, _FoundCheckpoint):
-            problem = _bring_files(session, assessed)
+            problem = _transfer_missing_files(session, assessed)
             if problem is None:
                 found = assessed
                 break
@@ -227,17 +229,17 @@ def _list_checkpoints(session: Session) -> list[tuple[int, CheckpointLocation]]:
 def _assess_checkpoint(session: Session, location: CheckpointLocation, step: int) -> _FoundCheckpoint | str:
     """Find out together whether a checkpoint is whole and finite; gives why it is not."""
     runtime = session.runtime
-    mine = _verify_own_files(location, step)
+    mine = _verify_share_of_files(location, step)
     gathered = runtime.ranks.gather(f"resume/{location.name}/{step}", asdict(mine))
-    of_ranks = [_OwnFiles(**one) for one in gathered]
+    of_ranks = [_VerifiedFiles(**one) for one in gathered]
     by_digest: dict[str, list[int]] = {}
-    for leader in location.folders:
+    for leader in location.folder_leaders:
         members = location.members(leader)
         if len({of_ranks[rank].digest for rank in members}) == 1 and of_ranks[leader].digest:
             by_digest.setdefault(of_ranks[leader].digest, []).append(leader)
     reasons = [problem for share in of_ranks for problem in share.problems]
     for leaders in by_digest.values():
-        held = {leader: list[str]() for leader in location.folders}
+        held = {leader: list[str]() for leader in location.folder_leaders}
         for leader in leaders:
             held[leader] = [name for rank in location.members(leader) for name in of_ranks[rank].intact]
         manifest = of_ranks[leaders[0]].manifest
@@ -253,14 +255,14 @@ def _assess_checkpoint(session: Session, location: CheckpointLocation, step: int
             if all(settings.on_nan == "stop" for _, settings in stages):
                 return problem
             session.reporter.note(f"using the checkpoint of step {step}, though {problem}")
-        as_now = runtime.ranks.size, hook_state_partitioning(runtime)
+        as_now = runtime.ranks.size, hook_state_partitioning_key(runtime)
         moves_state = (checkpoint.world_size, checkpoint.layout) != as_now
         return _FoundCheckpoint(location, checkpoint, held, moves_state)
     return next(iter(reasons), "not all ranks see the same manifest")
 
 
 @dataclass(frozen=True, slots=True)
-class _OwnFiles:
+class _VerifiedFiles:
     """What one rank has found of a checkpoint, in its share of the files of a folder."""
 
     digest: str = ""  # of its manifest; empty: there is none that can be read
@@ -269,14 +271,14 @@ class _OwnFiles:
     problems: list[str] = field(default_factory=list)
 
 
-def _verify_own_files(location: CheckpointLocation, step: int) -> _OwnFiles:
+def _verify_share_of_files(location: CheckpointLocation, step: int) -> _VerifiedFiles:
     members = location.members(location.leaders[location.rank])
     share = members.index(location.rank)
     path = location.root / folder.checkpoint_name(step)
     try:
         checkpoint = folder.open_checkpoint(location.root, step)
     except DamagedError as error:
-        return _OwnFiles(problems=[str(error)] if os.path.lexists(path) else [])
+        return _VerifiedFiles(problems=[str(error)] if os.path.lexists(path) else [])
     intact, problems = list[str](), list[str]()
     for name in folder.file_names(folder.part_names(checkpoint.world_size)[share :: len(members)]):
         try:
@@ -286,7 +288,7 @@ def _verify_own_files(location: CheckpointLocation, step: int) -> _OwnFiles:
             if os.path.lexists(path / name):  # else another host may have it
                 problems.append(str(error))
     manifest = checkpoint.model_dump() if location.leads else None
-    return _OwnFiles(checkpoint.digest, manifest, intact, problems)
+    return _VerifiedFiles(checkpoint.digest, manifest, intact, problems)
 
 
 def _set_aside(session: Session, location: CheckpointLocation, step: int, reason: str) -> None:
@@ -312,14 +314,14 @@ def _set_aside(session: Session, location: CheckpointLocation, step: int, reason
         reporter.note(f"skipping the checkpoint of step {step}{where}: {reason} ({now})")
 
 
-def _bring_files(session: Session, found: _FoundCheckpoint) -> str | None:
+def _transfer_missing_files(session: Session, found: _FoundCheckpoint) -> str | None:
     """Have each host get the files that its ranks read from hosts that have them; gives on all ranks why some
     cannot be written, None if all are there.
     """
     ranks, checkpoint, held = session.runtime.ranks, found.checkpoint, found.held
     needed: Any = found.location.files_needed(checkpoint.world_size)
     if found.moves_state:
-        needed = dict.fromkeys(found.location.folders, checkpoint.files.keys())
+        needed = dict.fromkeys(found.location.folder_leaders, checkpoint.files.keys())
     transfers = plan_transfers(needed, held)
     if not transfers:
         return None
@@ -327,7 +329,7 @@ def _bring_files(session: Session, found: _FoundCheckpoint) -> str | None:
     try:
         if receives := any(target == ranks.rank for _, target, _ in transfers):
             with suppress(OSError):  # each file then fails, and is taken from its sender all the same
-                folder.make_folder(checkpoint.path)
+                folder.make_checkpoint_folder(checkpoint.path)
         control = session.runtime.exchange.control
         run_transfers(control, ranks.rank, checkpoint.path, transfers, checkpoint.files)
         if receives:
@@ -352,15 +354,15 @@ def _read_state(session: Session, found: _FoundCheckpoint) -> dict[str, Any]:
     if checkpoint.world_size != ranks:
         return _reshard_state(session, shared, own)
     state = {**shared, **own[rank], "hooks": runtime.stacks.merge([one["hooks"] for one in own])}
-    plan = _plan_under_way(session, state)
+    plan = _plan_of_begun_stage(session, state)
     if plan is not None and plan.has_host_legs:
         hosts = str(runtime.ranks.placement.ranks_by_host())
         if hosts not in checkpoint.layout:  # ranks that were on two hosts may be on one now
-            state |= _equal_replicas(shared, own)
+            state |= _merge_replica_states(shared, own)
     return state
 
 
-def _plan_under_way(session: Session, state: Mapping[str, Any]) -> SyncPlan | None:
+def _plan_of_begun_stage(session: Session, state: Mapping[str, Any]) -> SyncPlan | None:
     """That of the stage in whose middle the state was taken."""
     cursor, pipeline = state["position"], session.runtime.loaded.pipeline
     if cursor["stage"] != cursor["next"] or cursor["next"] >= len(pipeline.stages):
@@ -380,7 +382,7 @@ def _reshard_state(session: Session, shared: dict[str, Any], own: Sequence[dict[
     loaded, rank, ranks = runtime.loaded, runtime.ranks.rank, runtime.ranks.size
     # What is not merged below is rank 0's: equal on all ranks, or what `save` writes, too (buffers, extra).
     state = {**own[0], **shared}
-    allowed, plan = "resume on as many ranks as before", _plan_under_way(session, state)
+    allowed, plan = "resume on as many ranks as before", _plan_of_begun_stage(session, state)
     if plan is not None and plan.keeps_apart:
         text = "its ranks train independently, so another number of ranks cannot resume it"
         raise loaded.error(loaded.pipeline.stages[state["position"]["next"]].path, text, allowed)
@@ -388,19 +390,19 @@ def _reshard_state(session: Session, shared: dict[str, Any], own: Sequence[dict[
         text = "the data set shards itself by rank, so another number of ranks cannot resume mid-epoch"
         raise loaded.error("loader.sharded", text, allowed)
     state["hooks"] = runtime.stacks.merge([one["hooks"] for one in own])
-    state |= _equal_replicas(shared, own)
+    state |= _merge_replica_states(shared, own)
     totals = [one["telemetry"]["totals"] for one in own]
     state["telemetry"] = {
         **own[0]["telemetry"],
-        "totals": totals_of_other_ranks(totals, rank, ranks),
+        "totals": totals_after_rank_change(totals, rank, ranks),
         "round": MessageAccumulator().state_dict([]),
     }
     seeding.seed_everything(loaded.pipeline.seed + rank + ranks * (1 + state["step"]))
-    state["generators"] = seeding.generator_state(runtime.device)
+    state["generators"] = seeding.rng_state(runtime.device)
     return state
 
 
-def _equal_replicas(shared: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _merge_replica_states(shared: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The parts of a state that make ranks equal, as a synchronisation does; what is in flight stays so."""
     state: dict[str, Any] = {
         "sync": Synchronizer.merge_states([one["sync"] for one in own]),
@@ -412,7 +414,7 @@ def _equal_replicas(shared: Mapping[str, Any], own: Sequence[Mapping[str, Any]])
             for name, value in own[0]["parameters"].items()
         }
     if "optimizer" not in shared:
-        state["optimizer"] = mean_optimizer_state([one["optimizer"] for one in own])
+        state["optimizer"] = merge_optimizer_states([one["optimizer"] for one in own])
     if "ema" not in shared:
         state["ema"] = ema = own[0]["ema"]
         if ema is not None:

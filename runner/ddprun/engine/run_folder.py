@@ -16,7 +16,7 @@ from ddprun import __version__
 from ddprun.checkpoint.folder import CHECKPOINTS_FOLDER
 from ddprun.config import LoadedPipeline
 from ddprun.config.secrets import REDACTED
-from ddprun.host.processes import own_locks
+from ddprun.host.processes import lock_descriptors
 from ddprun.parallel.ranks import Ranks
 from ddprun.run_files import (
     RUN_INFO_FILE,
@@ -69,7 +69,7 @@ def agree_on_folder(
 
     def make() -> tuple[str, str, str, bool]:
         begun = known_folder is not None or resuming == "yes" or (resuming == "if begun" and own is not None)
-        made = folder or new_folder(loaded.pipeline.name)
+        made = folder or default_run_folder(loaded.pipeline.name)
         if begun and own is None:
             raise RunFolderError(f"cannot resume in the run folder {made}: no host has its {RUN_INFO_FILE}")
         if begun and ids[0] is None:
@@ -87,14 +87,14 @@ def agree_on_folder(
     return RunFolder(Path(path), run_id, token, begun, known_folder is not None)
 
 
-def find_leaders(loaded: LoadedPipeline, folder: RunFolder, ranks: Ranks) -> tuple[int, ...]:
+def find_folder_leaders(loaded: LoadedPipeline, folder: RunFolder, ranks: Ranks) -> tuple[int, ...]:
     """For each rank, the lowest rank that sees the same folder: rank 0, or on a host that does not see rank
     0's folder, the first rank of that host. That one creates or reuses a folder there, or raises
     RunFolderError.
     """
     with suppress(OSError):  # reported below
         folder.path.mkdir(parents=True, exist_ok=True)  # a network disk looks for it anew
-    remote = set(ranks_without(folder.path, ranks))
+    remote = set(ranks_not_seeing(folder.path, ranks))
     first_of_host = {rank: here[0] for here in ranks.placement.ranks_by_host() for rank in here}
     leaders = tuple(
         first_of_host[rank] if remote.issuperset([rank, first_of_host[rank]]) else 0
@@ -111,9 +111,9 @@ def find_leaders(loaded: LoadedPipeline, folder: RunFolder, ranks: Ranks) -> tup
     return leaders
 
 
-def ranks_without(folder: Path, ranks: Ranks) -> list[int]:
+def ranks_not_seeing(folder: Path, ranks: Ranks) -> list[int]:
     """The ranks that do not see rank 0's folder; raises RunFolderError on rank 0 if it cannot be written."""
-    token = ranks.from_rank_0("token", partial(_leave_token, folder))
+    token = ranks.from_rank_0("token", partial(_write_token, folder))
     sees = ranks.gather("sees the token", _holds_token(folder, token))
     if ranks.rank == 0:
         (folder / _TOKEN).unlink()
@@ -122,11 +122,11 @@ def ranks_without(folder: Path, ranks: Ranks) -> list[int]:
 
 def check_writable(folder: Path) -> None:
     """Raise RunFolderError if nothing can be written into a run's folder."""
-    _leave_token(folder)
+    _write_token(folder)
     (folder / _TOKEN).unlink()
 
 
-def _leave_token(folder: Path) -> str:
+def _write_token(folder: Path) -> str:
     token = secrets.token_hex(4)
     try:
         with replace_atomically(folder, _TOKEN) as file:
@@ -156,12 +156,12 @@ def _read_run_id(folder: Path) -> str | None:
 
 def _make_or_take_over(loaded: LoadedPipeline, folder: RunFolder) -> None:
     if folder.begun and os.path.lexists(folder.path / RUN_INFO_FILE):
-        _take_over(folder.path, _lock_wait_s(loaded) if folder.restarted else _WAIT_S)
+        _take_over_folder(folder.path, _lock_wait_s(loaded) if folder.restarted else _WAIT_S)
         return
-    make_folder(folder.path, _texts(loaded, folder.run_id))
+    create_run_folder(folder.path, _run_description_files(loaded, folder.run_id))
 
 
-def _texts(loaded: LoadedPipeline, run_id: str) -> dict[str, str]:
+def _run_description_files(loaded: LoadedPipeline, run_id: str) -> dict[str, str]:
     """The files that say what a run is."""
     about = {"v": 1, "id": run_id, "ddprun": __version__, "pipeline_folder": str(loaded.folder)}
     return {PIPELINE_FILE: loaded.resolved_yaml(), RUN_INFO_FILE: json.dumps(about) + "\n"}
@@ -172,7 +172,7 @@ def prepare_resumed_folder(folder: Path, run_id: str, loaded: LoadedPipeline, *,
     the pipeline may have `changed`, gets it as it is now. One with a redacted password would not load.
     """
     try:
-        for name, text in _texts(loaded, run_id).items() if changed else ():
+        for name, text in _run_description_files(loaded, run_id).items() if changed else ():
             if REDACTED not in text:
                 with replace_atomically(folder, name) as file:
                     file.write(text.encode())
@@ -181,13 +181,13 @@ def prepare_resumed_folder(folder: Path, run_id: str, loaded: LoadedPipeline, *,
         raise RunFolderError(f"cannot resume in the run folder {folder}: {error.strerror}") from None
 
 
-def new_folder(name: str) -> Path:
+def default_run_folder(name: str) -> Path:
     """Where a run of this name keeps its files by default."""
     now = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     return Path("runs") / name / f"{now}-{secrets.token_hex(2)}"
 
 
-def make_folder(folder: Path, texts: Mapping[str, str], option: str = "--run-dir") -> None:
+def create_run_folder(folder: Path, texts: Mapping[str, str], option: str = "--run-dir") -> None:
     """Make the folder of a new run, with files of these texts, and keep it locked; raises RunFolderError,
     which says by which `option` another folder is named.
     """
@@ -210,7 +210,7 @@ def _lock_wait_s(loaded: LoadedPipeline) -> float:
     return max(_WAIT_S, min(_LEASE_S, 0.8 * loaded.pipeline.launch.timeout_s))
 
 
-def _take_over(folder: Path, wait_s: float) -> None:
+def _take_over_folder(folder: Path, wait_s: float) -> None:
     """Lock the folder of a run that was begun, or raise RunFolderError."""
     try:
         for name in _FOLDERS:
@@ -226,7 +226,7 @@ def _lock(folder: Path, wait_s: float = _WAIT_S) -> None:
     """Keep every other run out of the folder, however this process ends: the lock is its open file."""
     with open_file(folder, _LOCK, "a+b") as file:
         handle = os.dup(file.fileno())  # stays open as long as this process lives
-    own_locks.add(handle)
+    lock_descriptors.add(handle)
     until = time.monotonic() + wait_s
     while True:
         try:
@@ -235,7 +235,7 @@ def _lock(folder: Path, wait_s: float = _WAIT_S) -> None:
         except BlockingIOError:
             if time.monotonic() > until:
                 by = os.pread(handle, _MAX_LOCK_BYTES, 0).decode(errors="replace").strip() or "another run"
-                own_locks.remove(handle)
+                lock_descriptors.remove(handle)
                 os.close(handle)
                 raise RunFolderError(f"the run folder {folder} is in use by {by}") from None
             time.sleep(0.1)

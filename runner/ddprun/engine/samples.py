@@ -33,27 +33,27 @@ class SampleShard:
     local_batch: int | None = None
     """A micro-batch is a round: each rank's share of it are whole batches of so many samples."""
 
-    def of(self, read: Sequence[_T]) -> Sequence[_T]:
+    def own_samples(self, read: Sequence[_T]) -> Sequence[_T]:
         """This rank's samples of those read, which begin with those of rank 0 if ranks read the same. With
         `shares` they are those of one global micro-batch, or of the first part of one.
         """
         if self.shares and not self.sharded:
-            return [read[at] for at in deal(self.shares)[self.rank] if at < len(read)]
+            return [read[at] for at in positions_by_rank(self.shares)[self.rank] if at < len(read)]
         return read if self.sharded else read[self.rank :: self.ranks]
 
-    def batches(self, read: Sequence[_T]) -> list[Sequence[_T]]:
+    def own_batches(self, read: Sequence[_T]) -> list[Sequence[_T]]:
         """This rank's batches of a micro-batch that was read, or of the first part of one: one, or in a round
         as many as it has; the last one of an epoch may be smaller.
         """
         size = self.local_batch
         if size is None:
-            return [self.of(read)]
-        own = deal(tuple(share // size for share in self.shares))[self.rank]
+            return [self.own_samples(read)]
+        own = positions_by_rank(tuple(share // size for share in self.shares))[self.rank]
         return [read[at * size : (at + 1) * size] for at in own if at * size < len(read)]
 
 
 @lru_cache(maxsize=8)
-def deal(shares: tuple[int, ...]) -> list[list[int]]:
+def positions_by_rank(shares: tuple[int, ...]) -> list[list[int]]:
     """The positions in a global micro-batch of each rank's samples, of which there are `shares`. Every first
     part of the micro-batch is shared in proportion, too; equal shares are dealt round robin.
     """
@@ -65,20 +65,22 @@ def deal(shares: tuple[int, ...]) -> list[list[int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchError:
+class BatchFault:
     """Samples that cannot become one batch: which and what they are, and what can be done."""
 
     problem: str
     allowed: str
 
 
-Collate = Callable[[list[Any]], Any]  # makes a batch of samples, of which there is one at least
+CollateFunction = Callable[[list[Any]], Any]  # makes a batch of samples, of which there is one at least
 
 
-def collate(samples: Sequence[Any], numbers: Sequence[int], custom_collate: Collate | None = None) -> Any:
+def collate(
+    samples: Sequence[Any], numbers: Sequence[int], custom_collate: CollateFunction | None = None
+) -> Any:
     """A batch of one sample or more, by torch's `default_collate` or the pipeline's own function.
 
-    `numbers` are the samples' indices, or positions in an iterable dataset. A `BatchError` is returned: what
+    `numbers` are the samples' indices, or positions in an iterable dataset. A `BatchFault` is returned: what
     a loading process raises reaches the training process as text.
     """
     if custom_collate is not None:
@@ -86,21 +88,21 @@ def collate(samples: Sequence[Any], numbers: Sequence[int], custom_collate: Coll
     try:
         return default_collate(list(samples))
     except Exception as error:  # what it raises depends on the samples' types, and so does its text
-        return _batch_error(samples, numbers, error)
+        return _make_batch_fault(samples, numbers, error)
 
 
-def _batch_error(samples: Sequence[Any], numbers: Sequence[int], error: Exception) -> BatchError:
+def _make_batch_fault(samples: Sequence[Any], numbers: Sequence[int], error: Exception) -> BatchFault:
     shown = [describe_sample(sample) for sample in samples]
     other = next((index for index, shape in enumerate(shown) if shape != shown[0]), None)
     first = f"sample {numbers[0]} is {shown[0]}"
     if other is not None:
-        return BatchError(
+        return BatchFault(
             f"samples do not fit into one batch: {first}, sample {numbers[other]} is {shown[other]}",
             "give all samples the same keys, types and shapes: resize, crop or pad them in the data set; or, "
             "if shapes alone differ, write loader: {batch_size: 1}",
         )
     why, *_ = str(error).strip().splitlines() or [type(error).__name__]
-    return BatchError(
+    return BatchFault(
         f"samples do not fit into one batch: {first}; {why}",
         "a sample is made of tensors, NumPy arrays, numbers and text, and of tuples, lists and mappings of "
         "these: convert it in the data set",
@@ -108,8 +110,8 @@ def _batch_error(samples: Sequence[Any], numbers: Sequence[int], error: Exceptio
 
 
 def batch_or_raise(content: Any, make_error: Callable[[str, str | None], Exception]) -> Any:
-    """What `collate` gives; raises the error that `make_error` makes of a BatchError."""
-    if isinstance(content, BatchError):
+    """What `collate` gives; raises the error that `make_error` makes of a BatchFault."""
+    if isinstance(content, BatchFault):
         raise make_error(content.problem, content.allowed)
     return content
 
@@ -135,7 +137,7 @@ def describe_sample(sample: Any) -> str:
     return torch.typename(type(sample))
 
 
-def digest_of(samples: Iterable[Any]) -> bytes:
+def digest_samples(samples: Iterable[Any]) -> bytes:
     """A digest of samples by their values, of 32 bytes. Objects of unknown types count by their bytes, which
     images give, or by their type alone.
     """

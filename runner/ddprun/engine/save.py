@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from ddprun.checkpoint.codec import write_tensors
 from ddprun.config import SaveStage
 from ddprun.engine.failures import OutputWriteError
-from ddprun.engine.model_with_loss import model_alone
+from ddprun.engine.model_with_loss import bare_model
 from ddprun.engine.session import Session
-from ddprun.engine.stage_run import averaged_weights, make_buffers_equal
-from ddprun.engine.weights import plain_name
+from ddprun.engine.stage_run import evaluation_weights, make_buffers_equal
+from ddprun.engine.weights import strip_compile_prefix
 from ddprun.run_files import open_file, replace_atomically
 
 _STEP = "step"
 
 
-def save(session: Session, stage: SaveStage) -> dict[str, Any]:
+def run_save_stage(session: Session, stage: SaveStage) -> dict[str, Any]:
     """Write the model's parameters and buffers, or what `only` leaves of them; gives the stage's entry in the
     summary.
 
@@ -31,7 +31,7 @@ def save(session: Session, stage: SaveStage) -> dict[str, Any]:
     """
     runtime, reporter = session.runtime, session.reporter
     make_buffers_equal(session, stage)
-    with averaged_weights(session):
+    with evaluation_weights(session):
         path: Path = runtime.run_dir / runtime.loaded.expand_env_and_folder(f"{stage.path}.to", stage.to)
         target = runtime.display_path(path)
         if runtime.ranks.rank == 0:
@@ -47,9 +47,9 @@ def save(session: Session, stage: SaveStage) -> dict[str, Any]:
     return {"file": str(target)}
 
 
-def check_saves(session: Session) -> None:
+def check_saved_dtypes(session: Session) -> None:
     """Raise a PipelineError if the model has a type of tensors that safetensors cannot write."""
-    pipeline, model = session.runtime.loaded.pipeline, model_alone(session.runtime.model)
+    pipeline, model = session.runtime.loaded.pipeline, bare_model(session.runtime.model)
     for stage in pipeline.stages:
         if not isinstance(stage, SaveStage) and getattr(stage, "keep_best", None) is None:
             continue
@@ -68,7 +68,7 @@ def write_weights_and_pipeline(
     session: Session, target: Path, *, only_trainable: bool = False, step: int | None = None
 ) -> None:
     """Write the model and its pipeline, each whole or not at all; raises OSError."""
-    kept = _weights_to_save(model_alone(session.runtime.model), only_trainable=only_trainable)
+    kept = _weights_to_save(bare_model(session.runtime.model), only_trainable=only_trainable)
     # Copies: safetensors takes no two views of one storage.
     tensors = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in kept.items()}
     unfinished = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
@@ -83,7 +83,7 @@ def write_weights_and_pipeline(
         file.write(session.runtime.loaded.resolved_yaml().encode())
 
 
-def saved_step(folder: Path, name: str) -> int | None:
+def read_saved_step(folder: Path, name: str) -> int | None:
     """The step in a weights file of `write_weights_and_pipeline`; None: there is no such file, or no step."""
     try:
         with open_file(folder, name) as file, safe_open(f"/dev/fd/{file.fileno()}", "pt") as weights:
@@ -99,5 +99,5 @@ def _weights_to_save(model: nn.Module, *, only_trainable: bool) -> dict[str, Ten
         if isinstance(value, Tensor) and (value.requires_grad or not only_trainable):
             own = value.detach()
             tied = own.data_ptr() or name, own.dtype, own.shape, own.stride()
-            found.setdefault(tied, (plain_name(name), own))
+            found.setdefault(tied, (strip_compile_prefix(name), own))
     return dict(found.values())

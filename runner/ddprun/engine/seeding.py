@@ -46,29 +46,29 @@ def make_deterministic(device: torch.device, *, strict: bool = False) -> None:
         torch.backends.cudnn.deterministic = True
 
 
-def _torch_states(device: torch.device) -> dict[str, torch.Tensor]:
+def _torch_rng_states(device: torch.device) -> dict[str, torch.Tensor]:
     on_gpu = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
     return {"torch": torch.get_rng_state(), **on_gpu}
 
 
-def generator_state(device: torch.device) -> dict[str, Any]:
+def rng_state(device: torch.device) -> dict[str, Any]:
     """State of every random generator of this rank, as plain values and tensors."""
     _, keys, *numpy = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
         "numpy": [torch.from_numpy(np.asarray(keys, dtype=np.int64)), *numpy],
-        **_torch_states(device),
+        **_torch_rng_states(device),
     }
 
 
-def restore_generators(state: dict[str, Any], device: torch.device) -> None:
+def restore_rng_state(state: dict[str, Any], device: torch.device) -> None:
     random.setstate(state["python"])
     keys, *numpy = state["numpy"]
     np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *numpy))
-    _restore_torch(state, device)
+    _restore_torch_rng(state, device)
 
 
-def _restore_torch(state: dict[str, Any], device: torch.device) -> None:
+def _restore_torch_rng(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and "cuda" in state:  # a checkpoint taken on a CPU has none
         torch.cuda.set_rng_state(state["cuda"], device)
@@ -77,11 +77,11 @@ def _restore_torch(state: dict[str, Any], device: torch.device) -> None:
 @contextmanager
 def preserve_rng_state(device: torch.device) -> Iterator[None]:
     """Save the states of all generators of random numbers, and restore them on exit."""
-    state = generator_state(device)
+    state = rng_state(device)
     try:
         yield
     finally:
-        restore_generators(state, device)
+        restore_rng_state(state, device)
 
 
 class SeparateRng:
@@ -99,21 +99,21 @@ class SeparateRng:
             if self._state is None:
                 seed_cpu_generators(self._seed)
             else:
-                restore_generators(self._state, self._device)
+                restore_rng_state(self._state, self._device)
             yield
-            self._state = generator_state(self._device)
+            self._state = rng_state(self._device)
 
 
 class RepeatableRng:
     """Each `with fixed_rng():` starts torch's generators from one state, and restores them afterwards."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._start = device, _torch_states(device)
+        self._device, self._start = device, _torch_rng_states(device)
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
         with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
-            _restore_torch(self._start, self._device)
+            _restore_torch_rng(self._start, self._device)
             yield
 
 
@@ -130,7 +130,9 @@ def preserve_state(device: torch.device, *owners: Any) -> Iterator[None]:
     tensors = dict.fromkeys(held for one in modules for held in (*one.parameters(False), *one.buffers(False)))
     values = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
     memo: dict[int, Any] = {id(one): one for one in (*modules, *tensors)}  # copies hold these themselves
-    extra = [(one, _copy(one.get_extra_state(), memo)) for one in modules if _has_extra_state(one)]
+    extra = [
+        (one, _deepcopy_or_same(one.get_extra_state(), memo)) for one in modules if _has_extra_state(one)
+    ]
     attributes, contents = [], []
     for owner in (*modules, *(one for one in owners if not isinstance(one, nn.Module))):
         own = getattr(owner, "__dict__", None)
@@ -140,7 +142,7 @@ def preserve_state(device: torch.device, *owners: Any) -> Iterator[None]:
         attributes.append((own, before))
         for name, value in before.items():
             if not isinstance(owner, nn.Module) or name not in _TORCHS_OWN:
-                own[name] = _copy(value, memo)
+                own[name] = _deepcopy_or_same(value, memo)
             elif isinstance(value, dict | set):
                 contents.append((value, value.copy()))
     try:
@@ -162,7 +164,7 @@ def _has_extra_state(module: nn.Module) -> bool:
     return all(getattr(type(module), name) is not getattr(nn.Module, name) for name in names)
 
 
-def _copy(value: Any, memo: dict[int, Any]) -> Any:
+def _deepcopy_or_same(value: Any, memo: dict[int, Any]) -> Any:
     """A deep copy, or the value itself if there is none. What several values hold is copied once."""
     known = len(memo)
     try:

@@ -17,29 +17,29 @@ from torch.optim.lr_scheduler import LRScheduler
 from ddprun.checkpoint.location import CheckpointLocation
 from ddprun.checkpoint.writer import CheckpointWriter
 from ddprun.config import LoadedPipeline
-from ddprun.engine.balance import Balances
+from ddprun.engine.balance import ShareBalancers
 from ddprun.engine.build import HeldOutData
 from ddprun.engine.compiling import GraphCompiler
 from ddprun.engine.feeds import Feeds
 from ddprun.engine.fingerprints import DatasetFingerprints
+from ddprun.engine.hook_stacks import HookStacksByStage
 from ddprun.engine.interrupts import ComparisonSliceClient, SignalRequests
 from ddprun.engine.nonfinite import FiniteCheck
 from ddprun.engine.objective import Objective, Precision
 from ddprun.engine.reporter import Reporter
-from ddprun.engine.stacks import HookStacksByStage
 from ddprun.engine.turns import Turns
-from ddprun.engine.weights import WeightAverage
+from ddprun.engine.weights import WeightEma
 from ddprun.parallel.ranks import Ranks
 from ddprun.sync.audit import AuditResult
 from ddprun.sync.buffers import BufferSync, FrozenParameterSync
-from ddprun.sync.exchanger import ParameterExchanger
+from ddprun.sync.exchanger import TensorExchanger
 from ddprun.sync.plan import ReplicaConsistency, is_due
 from ddprun.sync.synchronizer import Synchronizer
 from ddprun.telemetry.clock import Clock, GradientTimes
 from ddprun.telemetry.profile import Profiler
 from ddprun.telemetry.recorder import AgreedSteps, StepRecorder
-from ddprun.telemetry.writer import RecordFiles
-from ddprun_hooks.exchange import Exchange
+from ddprun.telemetry.writer import RecordCollector
+from ddprun_hooks.comm_context import CommContext
 
 
 @dataclass(slots=True)
@@ -53,9 +53,9 @@ class RunComponents:
     device: torch.device
     backend: str  # `gloo` or `nccl`
     signals: SignalRequests
-    exchange: Exchange
-    exchanger: ParameterExchanger
-    records: RecordFiles
+    exchange: CommContext
+    exchanger: TensorExchanger
+    records: RecordCollector
     clock: Clock
     recorder: StepRecorder
     model: nn.Module  # what is trained: the bare model, or with its loss (`ModelWithLoss`)
@@ -65,11 +65,11 @@ class RunComponents:
     frozen: FrozenParameterSync
     optimizer: Optimizer
     optimizer_settings: dict[int, list[dict[str, Any]]]  # of each parameter group, by stage
-    ema: WeightAverage | None  # None: the pipeline does not ask for it
+    ema: WeightEma | None  # None: the pipeline does not ask for it
     precision: Precision
     objective: Objective
     feeds: Feeds
-    balances: Balances  # of the ranks' shares of samples
+    share_balancers: ShareBalancers  # of the ranks' shares of samples
     fingerprints: DatasetFingerprints  # of all data
     held_out: HeldOutData  # what `data` holds out
     stage_held_out: dict[int, HeldOutData]  # of stages that name data to evaluate on, by index in `stages`
@@ -123,12 +123,12 @@ class Cursor:
         """A stage that takes steps has begun and not ended."""
         return self.stage == self.next
 
-    def begin(self, stage: int, step: int, epoch: int) -> None:
+    def begin_stage(self, stage: int, step: int, epoch: int) -> None:
         self.stage, self.first_step, self.first_epoch, self.seconds = stage, step, epoch, 0.0
         self.first_update = self.updates
         self.steps.append(None)
 
-    def note_world_size(self, next_step: int, ranks: int) -> None:
+    def record_world_size(self, next_step: int, ranks: int) -> None:
         """So many ranks take the steps from `next_step` on."""
         self.world_sizes = [one for one in self.world_sizes if one[0] < next_step]
         if not self.world_sizes or self.world_sizes[-1][1] != ranks:
@@ -152,7 +152,7 @@ class Cursor:
             setattr(self, name, value)
 
 
-class Best(BaseModel, strict=True, frozen=True):
+class BestMetric(BaseModel, strict=True, frozen=True):
     """The best evaluation so far."""
 
     metric: str
@@ -160,16 +160,17 @@ class Best(BaseModel, strict=True, frozen=True):
     step: NonNegativeInt  # of the run, after which it was measured
 
 
-class Results(BaseModel, strict=True):
+class RunResults(BaseModel, strict=True):
     """What steps, evaluations and audits have come to; the same on all ranks. Checkpoints use these names."""
 
     loss: float | None = None  # mean over ranks in the newest step whose loss is known
     values: dict[str, float] | None = None  # the same of each number beside it; None: there are none
     metrics: dict[str, float] | None = None  # of the last evaluation
     evaluated_step: int = -1  # of the run, after which the last evaluation inside a stage was
-    kept: Best | None = None  # whose weights `keep_best` has written to the run folder's best.safetensors
+    # Whose weights `keep_best` has written to the run folder's best.safetensors.
+    kept: BestMetric | None = None
     stop_metric: str | None = None  # of `stop` of the stage that runs
-    best: Best | None = None  # of that stage, by this metric
+    best: BestMetric | None = None  # of that stage, by this metric
     since_best: NonNegativeInt = 0  # evaluations of that stage since then
     last_audit: AuditResult | None = None
     farthest_apart: float = 0.0  # the largest difference between two ranks that an audit has seen
@@ -180,7 +181,7 @@ class RunState:
     """What changes in a run; a checkpoint holds all but `resume_state` (tests/engine/test_session.py)."""
 
     step: int = 0  # steps of the run that are done
-    results: Results = field(default_factory=Results)
+    results: RunResults = field(default_factory=RunResults)
     cursor: Cursor = field(default_factory=Cursor)
     replicas: ReplicaConsistency = field(default_factory=ReplicaConsistency)
     outer_momentum: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # as in `Synchronizer`
@@ -203,13 +204,13 @@ class Session:
     state: RunState
     reporter: Reporter
 
-    def record_agreed(self, agreed_steps: Sequence[AgreedSteps]) -> None:
+    def record_agreed_steps(self, agreed_steps: Sequence[AgreedSteps]) -> None:
         """Record and show what all ranks have just learned, oldest first."""
         if agreed_steps:
             newest, results = agreed_steps[-1], self.state.results
             results.loss = results.loss if newest.loss is None else newest.loss
             results.values = {**(results.values or {}), **newest.mean_values} or None
-        self.reporter.progress(agreed_steps, self.state.step)
+        self.reporter.show_progress(agreed_steps, self.state.step)
 
     def checkpoint_is_due(self, writer: CheckpointWriter | None) -> bool:
         """Whether `writer` takes a checkpoint after this step of the run; the same on all ranks."""

@@ -12,13 +12,20 @@ from torch import nn
 from ddprun.config import AverageStage, BroadcastStage, EvaluateStage, SaveStage, StepStage, StepStageSettings
 from ddprun.engine import build, seeding
 from ddprun.engine.audit import audit_parameters
-from ddprun.engine.balance import Balance
-from ddprun.engine.data import StepBatches, reweight_step, transform_step
-from ddprun.engine.optimizers import build_schedule, change_options, takes_closure
-from ddprun.engine.resume import errors_of_checkpoint
-from ddprun.engine.sequence import Action, Audit, EqualizeState, SendBuffers, StageActions, equalize
+from ddprun.engine.balance import ShareBalancer
+from ddprun.engine.checkpoint_state import replay_schedule, restore_stage_state
+from ddprun.engine.data import StepBatches, transform_step, weight_micro_batches
+from ddprun.engine.optimizers import build_schedule, change_group_options, takes_closure
+from ddprun.engine.resume import translate_checkpoint_errors
 from ddprun.engine.session import Session
-from ddprun.engine.state import replay_schedule, restore_mid_stage
+from ddprun.engine.stage_actions import (
+    AuditParameters,
+    EqualizeBuffers,
+    EqualizeState,
+    StageAction,
+    StageActions,
+    equalizing_actions,
+)
 from ddprun.engine.turns import Turn
 from ddprun.sync.exchanger import (
     average_optimizer_state,
@@ -46,7 +53,7 @@ class StageRun:
     synchronizer: Synchronizer
     mutate: Callable[[nn.Module], Any] | None
     steps: int | None  # None where nobody can know
-    balance: Balance  # of the ranks' shares
+    balance: ShareBalancer  # of the ranks' shares
     choosing_hooks: list[Hook]  # those whose choices are reported
     takes_closure: bool  # the optimizer may call for the loss and its gradients again, within a step
 
@@ -70,23 +77,25 @@ class StageRun:
         if settings.epochs is not None:
             epochs = _epochs_left(session, self.stage, settings.epochs)
         feed = session.runtime.feeds.for_stage(self.stage.index)
-        of_feed = feed.steps(settings.accumulate, epochs=epochs, ranks=self._counted_ranks())
+        of_feed = feed.steps(settings.accumulate, epochs=epochs, ranks=self._ranks_in_total_weight())
         steps: Iterator[StepBatches] = islice(of_feed, left)
         objective, pipeline = session.runtime.objective, session.runtime.loaded.pipeline
         if pipeline.batch.transform is not None:
-            steps = (transform_step(step, objective.transformed) for step in steps)
+            steps = (transform_step(step, objective.transform_batch) for step in steps)
         if not pipeline.has_batch_weights:
             return steps
-        return (reweight_step(step, objective.batch_weight, self._total_weight) for step in steps)
+        return (
+            weight_micro_batches(step, objective.batch_weight, self._sum_weight_over_ranks) for step in steps
+        )
 
-    def share_samples(self) -> None:
+    def apply_sample_shares(self) -> None:
         """Have each rank take its share of samples, from the next step on."""
         session, balance = self.session, self.balance
         session.runtime.feeds.for_stage(self.stage.index).set_shares(balance.shares, balance.local_batch)
         step, speeds = session.state.current_step, balance.speeds
-        session.reporter.report_shares(self.stage.index, step, balance.shares, speeds)
+        session.reporter.report_sample_shares(self.stage.index, step, balance.shares, speeds)
 
-    def _counted_ranks(self) -> Sequence[int]:
+    def _ranks_in_total_weight(self) -> Sequence[int]:
         """The ranks whose weights add up to a step's total, which is scaled to the world size: those that
         average gradients with this one; in a round all, since its exchange weighs the ranks.
         """
@@ -97,9 +106,9 @@ class StageRun:
             return [ranks.rank]
         return next(block for block in ranks.placement.split_by_host(plan.hosts) if ranks.rank in block)
 
-    def _total_weight(self, mine: float) -> float:
+    def _sum_weight_over_ranks(self, mine: float) -> float:
         """This step's total weight. Ranks that train apart use their own, and send nothing."""
-        runtime, plan, counted = self.session.runtime, self.settings.plan, self._counted_ranks()
+        runtime, plan, counted = self.session.runtime, self.settings.plan, self._ranks_in_total_weight()
         if plan.gradients is None and plan.round is None:
             return mine * runtime.ranks.size
         weights = runtime.exchange.control.all_gather([mine], "what counts in the step")[:, 0].tolist()
@@ -109,11 +118,11 @@ class StageRun:
     def evaluation_is_due(self) -> bool:
         """Whether held-out data is measured now, between two steps; the stage's end measures after itself."""
         state = self.session.state
-        missing = self.at_evaluation and state.results.evaluated_step != state.step
+        missing = self.is_evaluation_step and state.results.evaluated_step != state.step
         return missing and self.steps_done not in (0, self.steps)
 
     @property
-    def at_evaluation(self) -> bool:
+    def is_evaluation_step(self) -> bool:
         """Whether held-out data is measured after this step, or would be if the stage were longer."""
         evaluation = self.stage.evaluate
         if evaluation is None:
@@ -123,14 +132,14 @@ class StageRun:
         return self.steps_done % evaluation.every == 0
 
     @property
-    def stopped_early(self) -> bool:
+    def early_stop_is_due(self) -> bool:
         """Whether evaluations have not become better for so long that the stage ends."""
         stop = self.stage.stop
         return stop is not None and self.session.state.results.since_best >= stop.patience
 
     def warmup_steps_done(self, stage_step: int) -> int:
         """Steps of the warm-up before this step of the stage; counted in the run, where the schedule is."""
-        return self.session.state.cursor.updates if self.settings.has_schedule_of_run else stage_step - 1
+        return self.session.state.cursor.updates if self.settings.has_run_schedule else stage_step - 1
 
 
 def begin_stage(session: Session, stage: StepStage) -> StageRun:
@@ -139,12 +148,12 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     loaded, cursor = runtime.loaded, state.cursor
     settings, feed = stage.effective_settings(loaded.pipeline), runtime.feeds.for_stage(stage.index)
     saved, state.resume_state = state.resume_state, None
-    balance = runtime.balances[settings.plan.round]
+    balance = runtime.share_balancers[settings.plan.round]
     balance.begin_stage(state.step, resumed=saved is not None)
     if saved is None:
         if settings.epochs is not None:
             feed.skip_rest_of_epoch()
-        cursor.begin(stage.index, state.step, feed.next_epoch)
+        cursor.begin_stage(stage.index, state.step, feed.first_unused_epoch)
     results = state.results  # `kept` stays, since the file does
     stop_metric = None if stage.stop is None else stage.stop.metric
     if saved is None or stop_metric != results.stop_metric:
@@ -156,7 +165,7 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
         left = feed.steps_left(settings.accumulate, _epochs_left(session, stage, settings.epochs))
         steps = None if left is None else done + left
     cursor.steps[-1] = steps
-    of_run = settings.has_schedule_of_run
+    of_run = settings.has_run_schedule
     length = runtime.feeds.steps_of_run(loaded.pipeline, cursor.steps) if of_run else steps
     same_length, cursor.length = cursor.length == length, length
     if state.schedule is None or not of_run:
@@ -164,7 +173,7 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
         own_settings = runtime.optimizer_settings[stage.index]
         for group, own in zip(runtime.optimizer.param_groups, own_settings, strict=True):
             group.pop("initial_lr", None)
-            change_options(runtime.optimizer, group, own)
+            change_group_options(runtime.optimizer, group, own)
         state.schedule = build_schedule(
             loaded, stage.key_path("schedule"), settings.schedule, runtime.optimizer, length
         )
@@ -179,7 +188,7 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     stack, host_stack = runtime.stacks.all_ranks[stage.index], runtime.stacks.within_hosts[stage.index]
     plan = settings.plan
     turns = runtime.turns.by_stage[stage.index]
-    runtime.turns.select(runtime.turns.of_stage[stage.index])
+    runtime.turns.set_trainable(runtime.turns.of_stage[stage.index])
     runtime.frozen.set_trained_names(runtime.turns.of_stage[stage.index])
     runtime.buffers.begin_stage(settings.buffers, gradients_everywhere=plan.gradients == "all")
     buffers, replicas = runtime.buffers.plan, state.replicas
@@ -191,24 +200,24 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     replicas_used = [turn.replica for turn in turns if plan.gradients and turn.replica is not None]
     turn_names = tuple(turn.name for turn in turns if turn.name is not None)
     runtime.recorder.begin_stage([one.dispatcher.params_by_bucket for one in replicas_used], turn_names)
-    signature = f"{synchronizer.signature()}; {stack.description}"
+    signature = f"{synchronizer.agreement_description()}; {stack.description}"
     for replica in replicas_used:
         hooks, ranks = stack, runtime.exchange.gradient_queue.world
         if plan.gradients == "host":
-            hooks, ranks = host_stack, ranks.splits[plan.hosts][0]
+            hooks, ranks = host_stack, ranks.splits_by_host_count[plan.hosts][0]
         signature += replica.begin_stage(hooks, ranks)
     runtime.exchange.control.check_agreement("the buckets, the hooks and the sync policy", signature)
     closure = takes_closure(loaded, runtime.optimizer)
-    runtime.recorder.on_messages = balance.add if balance.by_speed else None
-    choosing = [*stack.choosing_hooks(), *host_stack.choosing_hooks()]
+    runtime.recorder.on_messages = balance.add_messages if balance.by_speed else None
+    choosing = [*stack.hooks_with_choices(), *host_stack.hooks_with_choices()]
     actors = mutate, steps, balance, choosing, closure
     run = StageRun(session, stage, settings, sequence, synchronizer, *actors)
     synchronizer.set_delta_bases()
     if saved is not None:
-        with errors_of_checkpoint(session, saved["checkpoint"]):
+        with translate_checkpoint_errors(session, saved["checkpoint"]):
             by_metric = settings.schedule_metric is not None
             new_rates = saved["new_rates"] or not (same_length or by_metric)
-            restore_mid_stage(session, saved, new_rates=new_rates)
+            restore_stage_state(session, saved, new_rates=new_rates)
         if new_rates and state.schedule is not None and not by_metric:
             # Follow the new schedule from its start to here.
             replay_schedule(state.schedule, cursor.updates - (0 if of_run else cursor.first_update))
@@ -217,7 +226,7 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
             rates = dict.fromkeys(f"{group['lr']:g}" for group in runtime.optimizer.param_groups)
             begins = f"the schedule begins anew, at a learning rate of {', '.join(rates)}"
             session.reporter.note(f"{stage.name}: {begins}")
-        seeding.restore_generators(saved["generators"], runtime.device)
+        seeding.restore_rng_state(saved["generators"], runtime.device)
     event = StageStarted(
         stage=stage.index,
         kind=stage.name,
@@ -228,10 +237,10 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
         buffers=settings.buffers.to_plain_data(),
     )
     log_event(session.reporter.events, event)
-    run.share_samples()
+    run.apply_sample_shares()
     if saved is not None:
         return run
-    for action in sequence.begin():
+    for action in sequence.actions_at_begin():
         execute_action(run, action, state.step)
         if isinstance(action, EqualizeState):
             runtime.recorder.record_between_step_exchanges(stage.index, state.step)
@@ -242,7 +251,7 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
 def end_stage(run: StageRun) -> None:
     """Make the ranks equal again, unless the next stage wants them as they are."""
     session, stage, step = run.session, run.stage, run.session.state.step
-    for action in run.sequence.end(run.steps_done):
+    for action in run.sequence.actions_at_end(run.steps_done):
         execute_action(run, action, step)
         if isinstance(action, EqualizeState) and action.what == "parameters":
             session.reporter.events.info("reconciled", stage=stage.index, step=step, how="average")
@@ -250,19 +259,19 @@ def end_stage(run: StageRun) -> None:
             session.reporter.note(f"{stage.name}: {text}")
 
 
-def execute_action(run: StageRun, action: Action, step: int) -> None:
+def execute_action(run: StageRun, action: StageAction, step: int) -> None:
     """Do on this rank what the stage's sequence says, after `step` steps of the run."""
     session, runtime = run.session, run.session.runtime
     match action:
         case DueTransfers():
-            run.synchronizer.run(action)
-        case SendBuffers(names):
+            run.synchronizer.apply_and_start_transfers(action)
+        case EqualizeBuffers(names):
             runtime.buffers.average_or_broadcast(names)
         case EqualizeState():
-            _equalize(session, action)
+            _execute_equalize_state(session, action)
         case "compare frozen":
             runtime.frozen.equalize_differing()
-        case Audit(recorded, at_end):
+        case AuditParameters(recorded, at_end):
             where = f"at the end of {run.stage.path}" if at_end else f"after step {step} of {run.stage.path}"
             audit_parameters(session, where, step, at_end=at_end, recorded=recorded)
         case "mutate":
@@ -277,12 +286,12 @@ def _epochs_left(session: Session, stage: StepStage, epochs: int) -> int:
 # Making ranks equal.
 
 
-def run_equalizing_stage(session: Session, stage: AverageStage | BroadcastStage) -> dict[str, Any]:
+def run_averaging_stage(session: Session, stage: AverageStage | BroadcastStage) -> dict[str, Any]:
     """Run an average or a broadcast stage; gives its entry in the summary."""
     step, reporter = session.state.step, session.reporter
     source = stage.source if isinstance(stage, BroadcastStage) else None
-    for action in equalize(session.state.replicas, source):
-        _equalize(session, action)
+    for action in equalizing_actions(session.state.replicas, source):
+        _execute_equalize_state(session, action)
     reporter.events.info(stage.name, stage=stage.index, step=step)
     what = "the mean of all ranks' parameters" if source is None else f"the parameters of rank {source}"
     reporter.note(f"{stage.name}: every rank holds {what}")
@@ -290,7 +299,7 @@ def run_equalizing_stage(session: Session, stage: AverageStage | BroadcastStage)
     return {"step": step}
 
 
-def _equalize(session: Session, action: EqualizeState) -> None:
+def _execute_equalize_state(session: Session, action: EqualizeState) -> None:
     """Exactly: there is no common base, and no hook is used."""
     runtime, exchanger, source = session.runtime, session.runtime.exchanger, action.source
     match action.what:
@@ -308,7 +317,7 @@ def _equalize(session: Session, action: EqualizeState) -> None:
 
 
 @contextmanager
-def averaged_weights(session: Session) -> Iterator[None]:
+def evaluation_weights(session: Session) -> Iterator[None]:
     """Inside, the model has the weights that are measured and saved: the average (`ema`) or those of the
     optimizer's `eval()`, if there is one, and the mean over ranks of what differs between them. Then each
     rank has its own again, bit for bit.
@@ -336,8 +345,8 @@ def averaged_weights(session: Session) -> Iterator[None]:
 
 
 @contextmanager
-def eval_model(session: Session) -> Iterator[None]:
-    """Inside, the model is the one that is measured: `averaged_weights`, equal frozen parameters and
+def evaluation_mode(session: Session) -> Iterator[None]:
+    """Inside, the model is the one that is measured: `evaluation_weights`, equal frozen parameters and
     buffers, in evaluation mode. Then all of that is on each rank as it was, and
     nothing has been drawn at random. An exchange of the sync policy that is in flight goes on: this uses
     another queue.
@@ -347,7 +356,7 @@ def eval_model(session: Session) -> Iterator[None]:
     with (
         seeding.preserve_rng_state(runtime.device),
         runtime.frozen.temporarily_equal(),
-        averaged_weights(session),  # compares ranks before buffers are made equal
+        evaluation_weights(session),  # compares ranks before buffers are made equal
         runtime.buffers.temporarily_equal() as differing,
     ):
         if differing and runtime.buffers.plan.setting.when == "never":
@@ -364,7 +373,7 @@ def eval_model(session: Session) -> Iterator[None]:
 def make_buffers_equal(session: Session, stage: EvaluateStage | SaveStage) -> None:
     """What the stage reads or writes is to be the same on all ranks, unless the file says `never`."""
     runtime, state, reporter = session.runtime, session.state, session.reporter
-    names = runtime.buffers.before_evaluate_or_save()
+    names = runtime.buffers.equalize_before_evaluate_or_save()
     if not names:
         return
     if runtime.buffers.plan.setting.when == "never":

@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from ddprun.checkpoint.codec import UnstorableError, decode, encode
+from ddprun.checkpoint.codec import UnstorableError, decode_state, encode_state
 from ddprun.config import PipelineError
 from ddprun.engine.data import ErrorFactory
 from ddprun.engine.objective import ForwardResult, describe_call
-from ddprun_hooks.comm.control import ControlChannel
+from ddprun_hooks.comm.control_channel import ControlChannel
 
 _TREE_LENGTH_BYTES = 8
 
@@ -91,7 +91,7 @@ class StatefulMetric:
     def _encode_state(self) -> bytes:
         """State as bytes, without pickling: the length of its JSON tree, the tree, and its tensors."""
         try:
-            encoded = encode(self._state())
+            encoded = encode_state(self._state())
         except UnstorableError as error:
             allowed = "a state is made of tensors, numbers, text, lists and mappings"
             raise self._make_error(f"a rank's state cannot be sent: {error}", allowed) from None
@@ -156,4 +156,4 @@ def _decode_state(data: bytes, device: torch.device) -> dict[str, Any]:
     """The state of `_encode_state`."""
     end = _TREE_LENGTH_BYTES + int.from_bytes(data[:_TREE_LENGTH_BYTES], "little")
     tensors = {name: tensor.to(device) for name, tensor in load(data[end:]).items()}
-    return decode(json.loads(data[_TREE_LENGTH_BYTES:end]), tensors)
+    return decode_state(json.loads(data[_TREE_LENGTH_BYTES:end]), tensors)

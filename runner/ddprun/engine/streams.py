@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as loading_process
 
-from ddprun.engine.samples import Collate, SampleShard, collate
+from ddprun.engine.samples import CollateFunction, SampleShard, collate
 from ddprun.engine.seeding import SeparateRng, seed_for_batch
 
 
@@ -44,7 +44,7 @@ class PeekableStream:
         self._peeked, self._epoch, self.rng = deque(ahead), epoch, then
         return ahead
 
-    def resume(self, epoch: int, skip: int, rng: SeparateRng) -> tuple[Iterator[Any], int]:
+    def iterate_epoch_from(self, epoch: int, skip: int, rng: SeparateRng) -> tuple[Iterator[Any], int]:
         """The samples of an epoch in this process, of which the first `skip` are not wanted; and how many of
         these are not in it any more. If it is begun anew, it draws from `rng`.
         """
@@ -52,9 +52,9 @@ class PeekableStream:
             self.rng, self._epoch, self._peeked, self._yielded_samples = rng, epoch, deque(), 0
             with rng():
                 self._iterator = iter(self._dataset)
-        return self._read(self._iterator), self._yielded_samples
+        return self._iterate_samples(self._iterator), self._yielded_samples
 
-    def _read(self, iterator: Iterator[Any]) -> Iterator[Any]:
+    def _iterate_samples(self, iterator: Iterator[Any]) -> Iterator[Any]:
         while self._peeked:
             self._yielded_samples += 1
             yield self._peeked.popleft()
@@ -79,7 +79,7 @@ class RankShareDataset(IterableDataset[tuple[list[tuple[Any, int]], int]]):
     skip: int  # leave out so many samples of the epoch
     already_read: int  # so many of these are not in `samples` any more
     drop_last: bool
-    collate: Collate | None
+    collate: CollateFunction | None
 
     def __iter__(self) -> Iterator[tuple[list[tuple[Any, int]], int]]:
         worker = get_worker_info()
@@ -107,7 +107,7 @@ class RankShareDataset(IterableDataset[tuple[list[tuple[Any, int]], int]]):
                 if worker is not None:
                     seed_for_batch(self.seed, at)
                 batches = list[tuple[Any, int]]()
-                for mine in self.share.batches([*enumerate(items, start=at)]):
+                for mine in self.share.own_batches([*enumerate(items, start=at)]):
                     # A rank without a sample computes along on another one's.
                     numbers, samples_of_batch = zip(*(mine or [(at, items[0])]), strict=True)
                     batches.append((collate(samples_of_batch, numbers, self.collate), len(mine)))

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from ddprun.config import LoadedPipeline
 from ddprun.config.checks.model_and_data import find_evaluations
 from ddprun.engine.data import ErrorFactory
-from ddprun.engine.model_with_loss import model_alone
-from ddprun.engine.weights import matches, matching_parameters, plain_name
+from ddprun.engine.model_with_loss import bare_model
+from ddprun.engine.weights import matches, matching_parameters, strip_compile_prefix
 from ddprun.parallel.ddp import DdpReplica
 from ddprun.sync.buffers import trainable_parameters
 from ddprun.units import abbreviated_list
@@ -48,7 +48,7 @@ class Turns:
         """Each once, in the order in which the run comes to them."""
         return list(dict.fromkeys(turn for turns in self.by_stage.values() for turn in turns))
 
-    def exchanging(self, loaded: LoadedPipeline) -> list[Turn]:
+    def exchanging_turns(self, loaded: LoadedPipeline) -> list[Turn]:
         """Those in which ranks exchange gradients, each once, in the order of their buckets' numbers."""
         stages = loaded.pipeline.stages_and_settings()
         wanted = {turn for stage, one in stages if one.plan.gradients for turn in self.by_stage[stage.index]}
@@ -68,37 +68,39 @@ class Turns:
     def buckets(self) -> list[BucketLayout]:
         """The buckets of gradients that ranks exchange, of all turns."""
         replicas = [turn.replica for turn in self.all() if turn.replica is not None]
-        return [bucket for replica in replicas for bucket in replica.dispatcher.layout]
+        return [bucket for replica in replicas for bucket in replica.dispatcher.bucket_layouts]
 
-    def select(self, params: Mapping[str, Tensor] | None) -> None:
+    def set_trainable(self, params: Mapping[str, Tensor] | None) -> None:
         """Have only the parameters of a turn or stage require gradients; None: all that some stage trains."""
         if params is not self._selected:
             self._selected = params
             for name, param in self.trained.items():
                 param.requires_grad_(params is None or name in params)
 
-    def select_each(self, turns: Iterable[Turn]) -> Iterator[Turn]:
+    def iterate_with_trainable(self, turns: Iterable[Turn]) -> Iterator[Turn]:
         """Yield these turns, each while only its own parameters require gradients; at the end, all that some
         stage trains require them.
         """
         for turn in turns:
-            self.select(turn.params)
+            self.set_trainable(turn.params)
             yield turn
-        self.select(None)
+        self.set_trainable(None)
 
 
-def _is_of(turn: Turn, group: Mapping[str, Any]) -> bool:
+def _turn_has_group(turn: Turn, group: Mapping[str, Any]) -> bool:
     return not {*map(id, turn.params.values())}.isdisjoint(map(id, group["params"]))
 
 
-def group_names(loaded: LoadedPipeline, turns: Turns, optimizer: Optimizer, model: nn.Module) -> list[str]:
+def parameter_group_names(
+    loaded: LoadedPipeline, turns: Turns, optimizer: Optimizer, model: nn.Module
+) -> list[str]:
     """What reports call the parameter groups: their turns and patterns, `others` of a second optimizer."""
     all_names, found = dict[int, list[str]](), list[str]()
     for name, param in model.named_parameters(remove_duplicate=False):
-        all_names.setdefault(id(param), []).append(plain_name(name))
+        all_names.setdefault(id(param), []).append(strip_compile_prefix(name))
     for group in optimizer.param_groups:
         names = next((all_names[id(one)] for one in group["params"] if id(one) in all_names), [])
-        parts = [f"turn {one.name}" for one in turns.all() if one.name and _is_of(one, group)]
+        parts = [f"turn {one.name}" for one in turns.all() if one.name and _turn_has_group(one, group)]
         given = loaded.pipeline.groups
         parts += next((one.match for one in given if any(matches(name, one.match) for name in names)), [])
         parts += ["others"] if group.get("others") else []
@@ -112,7 +114,7 @@ def only_groups_of(turn: Turn, optimizer: Optimizer) -> Iterator[None]:
     group is of two turns of a stage (`check_groups_of_turns`).
     """
     everything = optimizer.param_groups
-    optimizer.param_groups = [group for group in everything if _is_of(turn, group)]
+    optimizer.param_groups = [group for group in everything if _turn_has_group(turn, group)]
     try:
         yield
     finally:
@@ -154,7 +156,7 @@ def build_turns(loaded: LoadedPipeline, model: nn.Module) -> Turns:
 
 
 def _check_forward_takes_turn(loaded: LoadedPipeline, path: str, model: nn.Module) -> None:
-    alone = model_alone(model)
+    alone = bare_model(model)
     parameters = inspect.signature(alone.forward).parameters
     text, turn = f"the forward of {type(alone).__name__}", parameters.get("turn")
     if turn is None and not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
@@ -178,5 +180,5 @@ def check_groups_of_turns(
         raise make_error(text, "name an optimizer that holds its param_groups itself")
     for stage in loaded.pipeline.stages_with_steps():
         for group in optimizer.param_groups:
-            if sum(_is_of(turn, group) for turn in turns.by_stage[stage.index]) > 1:
+            if sum(_turn_has_group(turn, group) for turn in turns.by_stage[stage.index]) > 1:
                 raise make_error("it makes groups that span turns", "name an optimizer that takes parameters")

@@ -25,17 +25,17 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def plain_name(name: str) -> str:
+def strip_compile_prefix(name: str) -> str:
     """The name that a weight has in a model without `torch.compile`."""
     return name.replace(_COMPILE_PREFIX, "")
 
 
-def has_train_eval_modes(optimizer: Optimizer) -> bool:
+def optimizer_has_train_eval(optimizer: Optimizer) -> bool:
     """Whether an optimizer has `train()` and `eval()`: it trains other weights than those to be read."""
     return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 
 
-def load_weights(loaded: LoadedPipeline, model: nn.Module) -> None:
+def load_initial_weights(loaded: LoadedPipeline, model: nn.Module) -> None:
     """Give the model the weights of `init`, if there are; a PipelineError if they cannot be read or used."""
     wanted = loaded.pipeline.init
     if wanted is None:
@@ -49,8 +49,8 @@ def load_weights(loaded: LoadedPipeline, model: nn.Module) -> None:
         text = f"{path} is not a safetensors file: {error}"
         raise loaded.error("init.file", text, "`save` writes one, and so does safetensors.torch") from None
     state = model.state_dict().items()
-    model_tensors = {plain_name(name): value for name, value in state if isinstance(value, Tensor)}
-    file_tensors = {plain_name(name): value for name, value in read.items()}
+    model_tensors = {strip_compile_prefix(name): value for name, value in state if isinstance(value, Tensor)}
+    file_tensors = {strip_compile_prefix(name): value for name, value in read.items()}
     if file_tensors.keys().isdisjoint(model_tensors):  # as of a model under DDP
         file_tensors = {name.removeprefix(_DDP_PREFIX): value for name, value in file_tensors.items()}
     in_file = {name: list(value.shape) for name, value in file_tensors.items()}
@@ -83,7 +83,7 @@ def load_weights(loaded: LoadedPipeline, model: nn.Module) -> None:
                 value.copy_(file_tensors[name])
 
 
-def freeze(loaded: LoadedPipeline, model: nn.Module) -> None:
+def freeze_in_all_stages(loaded: LoadedPipeline, model: nn.Module) -> None:
     """Take out of training what every stage freezes; a PipelineError if a pattern has no parameter, or a
     stage none to train.
     """
@@ -98,7 +98,7 @@ def freeze(loaded: LoadedPipeline, model: nn.Module) -> None:
         param.requires_grad_(False)
 
 
-def parameter_groups(
+def build_parameter_groups(
     loaded: LoadedPipeline,
     model: nn.Module,
     options: Sequence[dict[str, Any]],
@@ -145,7 +145,9 @@ def matching_parameters(
     loaded: LoadedPipeline, path: str, patterns: Sequence[str], model: nn.Module
 ) -> set[Tensor]:
     """The parameters that a pattern matches, those of tied ones by any of their names."""
-    named = [(plain_name(name), param) for name, param in model.named_parameters(remove_duplicate=False)]
+    named = [
+        (strip_compile_prefix(name), param) for name, param in model.named_parameters(remove_duplicate=False)
+    ]
     names = [name for name, _ in named]
     faults = [
         loaded.fault(
@@ -159,7 +161,7 @@ def matching_parameters(
     return {param for name, param in named if matches(name, patterns)}
 
 
-class WeightAverage:
+class WeightEma:
     """The average of the parameters that are trained, as torch's `AveragedModel` makes it: it begins with the
     weights after the first update, and is `decay` times itself plus 1 - `decay` times the weights after each
     other. Half-precision weights have an average in fp32.
@@ -171,7 +173,7 @@ class WeightAverage:
     def __init__(self, model: nn.Module, decay: float) -> None:
         self._average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         self.updates = 0
-        self.tensors = initial_averages(model)
+        self.tensors = initial_ema_tensors(model)
         self._params = {name: p for name, p in model.named_parameters() if name in self.tensors}
 
     def update(self) -> None:
@@ -195,7 +197,7 @@ class WeightAverage:
         return {"tensors": dict(self.tensors), "updates": self.updates}
 
 
-def initial_averages(model: nn.Module, device: str | None = None) -> dict[str, Tensor]:
+def initial_ema_tensors(model: nn.Module, device: str | None = None) -> dict[str, Tensor]:
     """The average before any update: trained parameters by name, at least in fp32, on `device` if given."""
     return {
         name: param.detach().to(device, torch.promote_types(param.dtype, torch.float32), copy=True)

@@ -17,30 +17,30 @@ from ddprun import (
     EXIT_FAILURE,
     EXIT_INTERRUPTED,
     EXIT_SUCCESS,
-    LAUNCHED_VARIABLE,
+    LAUNCHED_BY_DDPRUN_VARIABLE,
     __version__,
     standard_streams,
 )
 from ddprun.config import LoadedPipeline
+from ddprun.engine.checkpoint_state import close_checkpoint_writers, take_checkpoint
 from ddprun.engine.compiling import as_compile_error
-from ddprun.engine.evaluate import discard_stale_best, evaluate, try_evaluations
-from ddprun.engine.failures import FailureContext, open_ranks, report_failure
+from ddprun.engine.evaluate import discard_stale_best, run_evaluate_stage, try_evaluations
+from ddprun.engine.failures import FailureContext, make_ranks_and_watchdog, report_failure
 from ddprun.engine.interrupts import ComparisonSliceClient, SignalRequests
-from ddprun.engine.loop import run_stage
-from ddprun.engine.outcome import Status, finish_run, summarize_failure
-from ddprun.engine.resume import resume
-from ddprun.engine.run_folder import agree_on_folder, find_leaders, prepare_resumed_folder
-from ddprun.engine.save import check_saves, save
+from ddprun.engine.loop import run_step_stage
+from ddprun.engine.outcome import RunStatus, finish_run, summarize_failure
+from ddprun.engine.resume import resume_from_checkpoint
+from ddprun.engine.run_folder import agree_on_folder, find_folder_leaders, prepare_resumed_folder
+from ddprun.engine.save import check_saved_dtypes, run_save_stage
 from ddprun.engine.session import Session
 from ddprun.engine.setup import build_session
-from ddprun.engine.stage_run import run_equalizing_stage
-from ddprun.engine.state import close_checkpoints, take_checkpoint
-from ddprun.engine.turns import group_names
+from ddprun.engine.stage_run import run_averaging_stage
+from ddprun.engine.turns import parameter_group_names
 from ddprun.host import rank_files
-from ddprun.host.device import agree_on_backend, device_of, gpu_identifier
+from ddprun.host.device import choose_backend, gpu_identifier, rank_device
 from ddprun.host.processes import die_with_parent
 from ddprun.parallel.ddp import as_backward_error
-from ddprun.parallel.ranks import Environment, Ranks
+from ddprun.parallel.ranks import RankEnvironment, Ranks
 from ddprun.run_files import ResumeMode
 from ddprun.telemetry.records import BufferUsage
 from ddprun.telemetry.writer import log_event
@@ -49,12 +49,12 @@ from ddprun_hooks.errors import DisagreementError, format_ranks
 _EXIT_CODES = {"done": EXIT_SUCCESS, "failed": EXIT_FAILURE, "interrupted": EXIT_INTERRUPTED}
 
 _STAGE_RUNNERS: dict[str, Callable[[Session, Any], dict[str, Any]]] = {
-    "train": run_stage,
-    "forward": run_stage,
-    "average": run_equalizing_stage,
-    "broadcast": run_equalizing_stage,
-    "evaluate": evaluate,
-    "save": save,
+    "train": run_step_stage,
+    "forward": run_step_stage,
+    "average": run_averaging_stage,
+    "broadcast": run_averaging_stage,
+    "evaluate": run_evaluate_stage,
+    "save": run_save_stage,
 }
 
 _DEFAULT_GC_THRESHOLDS = (700, 2000)  # of the youngest generation; the second since Python 3.13
@@ -77,45 +77,45 @@ def run_worker(loaded: LoadedPipeline, run_dir: Path | None, *, resuming: Resume
     _tune_garbage_collector()
     signals = SignalRequests()
     rank_files.register_pid()
-    prepare_nccl(loaded.pipeline.launch.timeout_s)
+    set_nccl_environment(loaded.pipeline.launch.timeout_s)
     failure_context = FailureContext()
-    ranks = open_ranks(Environment.read(), loaded.pipeline.launch.timeout_s, failure_context)
+    ranks = make_ranks_and_watchdog(RankEnvironment.read(), loaded.pipeline.launch.timeout_s, failure_context)
     ranks.watchdog.start()
     try:
-        met = signals.await_unless_stopped(partial(_meet, loaded, ranks))
+        met = signals.call_unless_stopped(partial(_connect_ranks, loaded, ranks))
         if met is None:
             standard_streams.say(f"rank {ranks.rank} stops before all ranks have met")
             code = EXIT_INTERRUPTED
         else:
-            code = _run(loaded, run_dir, ranks, *met, signals, failure_context, resuming)
+            code = _run_pipeline(loaded, run_dir, ranks, *met, signals, failure_context, resuming)
     except BaseException as error:
         error = as_compile_error(loaded, error) or as_backward_error(loaded, error) or error
         code = report_failure(error, ranks, failure_context, loaded.secrets)
-        standard_streams.flush()
+        standard_streams.flush_standard_streams()
         os._exit(code)  # threads may hang in collectives whose peers are gone
     # Process groups have threads of their own. One that outlives this function would be taken down with the
     # interpreter, and abort it if a thread is just then on its way back into Python.
     failure_context.reporter, failure_context.step, failure_context.summary = None, int, None
     gc.collect()
-    ranks.leave()
+    ranks.destroy_process_group()
     ranks.watchdog.close()
-    if LAUNCHED_VARIABLE not in os.environ:
+    if LAUNCHED_BY_DDPRUN_VARIABLE not in os.environ:
         ranks.watchdog.status_page.remove()
     return rank_files.report_outcome_and_exit_code(code)
 
 
-def _meet(loaded: LoadedPipeline, ranks: Ranks) -> tuple[torch.device, str]:
+def _connect_ranks(loaded: LoadedPipeline, ranks: Ranks) -> tuple[torch.device, str]:
     """Wait for the other ranks; gives this rank's device and the backend."""
-    ranks.connect()
+    ranks.connect_store()
     ranks.watchdog.set_phase(b"joining")
-    device = device_of(loaded, ranks.environment.local_rank)
+    device = rank_device(loaded, ranks.environment.local_rank)
     facts = ranks.gather("device", [ranks.host, gpu_identifier(device), loaded.digest()])
     if odd := [rank for rank, (_, _, digest) in enumerate(facts) if digest != facts[0][2]]:
         raise DisagreementError(f"{format_ranks(odd)} and rank 0 were given different pipelines")
-    return device, agree_on_backend(loaded, [(host, gpu) for host, gpu, _ in facts])
+    return device, choose_backend(loaded, [(host, gpu) for host, gpu, _ in facts])
 
 
-def _run(
+def _run_pipeline(
     loaded: LoadedPipeline,
     run_dir: Path | None,
     ranks: Ranks,
@@ -128,14 +128,14 @@ def _run(
     ranks.join(device, backend)
     known = rank_files.read_run_dir()
     folder = agree_on_folder(loaded, run_dir, ranks, resuming=resuming, known=known)
-    leaders = find_leaders(loaded, folder, ranks)
-    failure_context.run_dir, failure_context.may_summarize = folder.path.absolute(), not folder.begun
+    leaders = find_folder_leaders(loaded, folder, ranks)
+    failure_context.run_dir, failure_context.may_write_summary = folder.path.absolute(), not folder.begun
     rank_files.report_run_dir(folder.path)
     session = build_session(
         loaded, folder.path, ranks, device, backend, signals, folder.token, leaders, begun=folder.begun
     )
     failure_context.reporter, failure_context.step = session.reporter, lambda: session.state.step
-    check_saves(session)
+    check_saved_dtypes(session)
     try_evaluations(session)
     _announce(session)
     if folder.begun:
@@ -145,20 +145,20 @@ def _run(
                 changed = bool(loaded.overrides) or resuming != "yes"
                 prepare_resumed_folder(session.runtime.run_dir, folder.run_id, loaded, changed=changed)
             discard_stale_best(session)
-            failure_context.may_summarize = True
+            failure_context.may_write_summary = True
 
-        resume(session, prepare_folder)
+        resume_from_checkpoint(session, prepare_folder)
     local_ranks = ranks.environment.local_world_size
     session.runtime.time_slices = ComparisonSliceClient.from_environment(local_ranks)
     signals.reinstall_handlers()
     gc.collect()  # now, and not in the middle of a step
     cursor = session.state.cursor
-    cursor.note_world_size(session.state.step + 1, ranks.size)
+    cursor.record_world_size(session.state.step + 1, ranks.size)
     cursor.ticked_at = time.monotonic()
     failure_context.summary = partial(summarize_failure, session)
     status = _run_stages(session)
     cursor.count_time(in_stage=False)
-    close_checkpoints(session)
+    close_checkpoint_writers(session)
     unwritten = finish_run(session, status)
     session.runtime.exchange.control.barrier("the end of the run")
     return EXIT_FAILURE if unwritten and status == "done" else _EXIT_CODES[status]
@@ -176,7 +176,7 @@ def _tune_garbage_collector() -> None:
         gc.set_threshold(_GC_YOUNG_THRESHOLD, *older)
 
 
-def prepare_nccl(timeout_s: float) -> None:
+def set_nccl_environment(timeout_s: float) -> None:
     """Set variables of torch and NCCL that the user has not, before any process group is made."""
     heartbeat_s = max(_HEARTBEAT_S, math.ceil(timeout_s) + _HEARTBEAT_MARGIN_S)
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(heartbeat_s))
@@ -187,7 +187,7 @@ def prepare_nccl(timeout_s: float) -> None:
         os.environ.setdefault(name, value)
 
 
-def _run_stages(session: Session) -> Status:
+def _run_stages(session: Session) -> RunStatus:
     runtime, cursor = session.runtime, session.state.cursor
     stages, watchdog = runtime.loaded.pipeline.stages, runtime.ranks.watchdog
     while cursor.next < len(stages):
@@ -228,7 +228,7 @@ def _announce(session: Session) -> None:
         pipeline=pipeline.name,
         buckets=runtime.turns.buckets,
         digest=runtime.loaded.digest(),
-        groups=group_names(runtime.loaded, runtime.turns, runtime.optimizer, runtime.model),
+        groups=parameter_group_names(runtime.loaded, runtime.turns, runtime.optimizer, runtime.model),
     )
     # What the model's buffers do, and what follows from that under the file's settings.
     use = runtime.buffers.use

@@ -13,17 +13,17 @@ from torch import Tensor
 from ddprun.config import AverageStage, BroadcastStage, LoadedPipeline, Stage, StepStage, StepStageSettings
 from ddprun.engine.data import Feed
 from ddprun.engine.optimizers import takes_closure
-from ddprun.engine.sequence import (
-    Action,
+from ddprun.engine.stage_actions import (
+    ActionPhase,
+    AverageGradients,
+    EqualizeBuffers,
     EqualizeState,
-    Moment,
-    SendBuffers,
-    SendGradients,
+    StageAction,
     StageActions,
-    equalize,
+    equalizing_actions,
 )
 from ddprun.engine.turns import build_turns
-from ddprun.engine.weights import has_train_eval_modes, initial_averages
+from ddprun.engine.weights import initial_ema_tensors, optimizer_has_train_eval
 from ddprun.explain.model_probe import ModelProbe, WorldShape, probe_model
 from ddprun.explain.traffic import Bucket, Route, SentBytes, TrafficSimulator
 from ddprun.host.code_folders import private_code_caches
@@ -37,8 +37,8 @@ from ddprun_hooks.buckets import BucketLayout, TensorBuckets
 
 VERSION = 1
 
-Layouts = tuple[BucketLayout, ...]  # of buckets that are sent together
-PlannedSend = tuple[Moment, Route, Layouts]
+BucketLayouts = tuple[BucketLayout, ...]  # of buckets that are sent together
+PlannedSend = tuple[ActionPhase, Route, BucketLayouts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class PlannedExchange:
     """Buckets that are sent at the same moment in the same way."""
 
     number: int  # within its stage, from 0
-    moment: Moment
+    moment: ActionPhase
     route: Route
     ranks: int  # how many ranks are in each group that exchanges
     buckets: tuple[Bucket, ...]
@@ -147,7 +147,7 @@ class StageExplanation:
                 "mutate": settings.mutate and settings.mutate.to_plain_data(),
                 "update": settings.update and settings.update.to_plain_data(),
                 "gradients": settings.plan.gradients,
-                "mean_step": cycle.sizes(self.cycle),
+                "mean_step": cycle.mean_step_bytes(self.cycle),
             }
         found |= {name: json_value(getattr(self, name)) for name in names}
         found["exchanges"] = [exchange.to_json_data() for exchange in self.exchanges]
@@ -177,7 +177,7 @@ class Explanation:
         """What the moving average of the weights takes on each rank; None: there is none."""
         if self.loaded.pipeline.ema is None:
             return None
-        return sum(one.nbytes for one in initial_averages(self.probe.model, "meta").values())
+        return sum(one.nbytes for one in initial_ema_tensors(self.probe.model, "meta").values())
 
     def to_json_data(self) -> dict[str, Any]:
         """For `--format json` (`docs/explain.md`); bytes throughout."""
@@ -212,7 +212,7 @@ class Explanation:
 def json_value(value: Any) -> Any:
     """As JSON holds it: a dataclass as an object, but SentBytes as its sizes, an exchange as its number."""
     if isinstance(value, SentBytes):
-        return value.sizes()
+        return value.mean_step_bytes()
     if isinstance(value, PlannedExchange):
         return value.number
     if isinstance(value, tuple):
@@ -251,14 +251,14 @@ def explain(
         if probe is None or not probe.suffices_for(loaded):
             probe = probe_model(loaded, world)
         simulator = TrafficSimulator(loaded, world, probe.device)
-        planner = _Planner(loaded, probe, simulator)
+        planner = _TrafficPlanner(loaded, probe, simulator)
         stages = tuple(planner.explain_stage(stage) for stage in loaded.pipeline.stages)
         held = [*probe.model.parameters(), *probe.model.buffers()]
-        sent_at_start = simulator.broadcast(0, sum(one.nbytes for one in held))
+        sent_at_start = simulator.broadcast_sent_bytes(0, sum(one.nbytes for one in held))
         return Explanation(loaded, world, probe, sent_at_start, stages)
 
 
-class _Planner:
+class _TrafficPlanner:
     """Goes through the stages by the sequence of what they do, which a run carries out."""
 
     def __init__(self, loaded: LoadedPipeline, probe: ModelProbe, simulator: TrafficSimulator) -> None:
@@ -271,9 +271,9 @@ class _Planner:
         self._buffers_used = False  # by steps, since they were last made equal
         self._ema_tensors: Mapping[str, Tensor] = {}  # without values
         if loaded.pipeline.ema is not None:
-            self._ema_tensors = initial_averages(probe.model, "meta")
+            self._ema_tensors = initial_ema_tensors(probe.model, "meta")
         self._takes_closure = takes_closure(loaded, probe.optimizer)
-        self._replicas = ReplicaConsistency(optimizer_is_read=has_train_eval_modes(probe.optimizer))
+        self._replicas = ReplicaConsistency(optimizer_is_read=optimizer_has_train_eval(probe.optimizer))
         self._stage: Stage  # whose hooks carry what is sent
         self._plan = SyncPlan()  # of that stage
         self._stage_exchanges: dict[tuple[Any, ...], PlannedExchange] = {}
@@ -288,9 +288,9 @@ class _Planner:
                 self._trained = self._turns.of_stage[stage.index]
                 return self._explain_step_stage(stage)
             case AverageStage():
-                sends = self._sends("once", equalize(self._replicas))
+                sends = self._planned_sends("once", equalizing_actions(self._replicas))
             case BroadcastStage():
-                sends = self._sends("once", equalize(self._replicas, stage.source))
+                sends = self._planned_sends("once", equalizing_actions(self._replicas, stage.source))
             case _:
                 sends = self._sends_before_eval_or_save("once")
                 self._buffers_used &= self._buffer_settings.when == "never"
@@ -310,20 +310,20 @@ class _Planner:
         planned_steps = cycle if steps is None else min(steps, cycle + steps % cycle)
         last_step = None if steps is None else planned_steps
         sequence = StageActions(self._pipeline, stage, settings, buffers, self._replicas, last_step)
-        begin = self._group_into_exchanges(self._sends("begin", sequence.begin()))
+        begin = self._group_into_exchanges(self._planned_sends("begin", sequence.actions_at_begin()))
         self._buffers_used = True
         steps_by_sends: dict[tuple[PlannedSend, ...], list[int]] = {}  # steps of one cycle
         evaluation_sends: list[tuple[PlannedSend, ...]] = []  # of an evaluation after each step
         for step in range(1, planned_steps + 1):
-            actions = sequence.step(step)
-            sends = tuple(one for moment, action in actions for one in self._sends(moment, [action]))
+            actions = sequence.actions_in_step(step)
+            sends = tuple(one for moment, action in actions for one in self._planned_sends(moment, [action]))
             if step <= cycle:
                 steps_by_sends.setdefault(sends, []).append(step)
             if stage.evaluate is not None:
                 evaluation_sends.append(self._sends_before_eval_or_save("evaluate"))
-        last = self._sends("end", sequence.end(planned_steps))
-        epoch_ends = self._epoch_ends(stage, settings, steps)
-        evaluations = self._stage_evaluations(stage, steps, epoch_ends, evaluation_sends[:cycle])
+        last = self._planned_sends("end", sequence.actions_at_end(planned_steps))
+        epoch_ends = self._advance_to_epoch_ends(stage, settings, steps)
+        evaluations = self._evaluation_groups(stage, steps, epoch_ends, evaluation_sends[:cycle])
         patterns = []
         for sends, pattern_steps in steps_by_sends.items():
             found = self._group_into_exchanges(sends)
@@ -346,7 +346,7 @@ class _Planner:
             ranks=self._ranks,
         )
 
-    def _epoch_ends(
+    def _advance_to_epoch_ends(
         self, stage: StepStage, settings: StepStageSettings, steps: int | None
     ) -> tuple[int, int] | None:
         """The step of the stage that ends an epoch of its data first, and the steps in each epoch after it;
@@ -365,7 +365,7 @@ class _Planner:
 
     def _group_into_exchanges(self, sends: Sequence[PlannedSend]) -> tuple[PlannedExchange, ...]:
         """What is sent at one moment by one route is one exchange."""
-        groups: dict[tuple[Moment, Route], Layouts] = {}
+        groups: dict[tuple[ActionPhase, Route], BucketLayouts] = {}
         for moment, route, layouts in sends:
             groups[moment, route] = groups.get((moment, route), ()) + layouts
         found, known = [], self._stage_exchanges
@@ -373,59 +373,66 @@ class _Planner:
             if (key := (moment, route, layouts)) not in known:
                 buckets = tuple(self._simulator.simulate_bucket(self._stage, route, one) for one in layouts)
                 sent = sum([one.sent for one in buckets], SentBytes(self._ranks))
-                ranks = self._simulator.group(route).size
+                ranks = self._simulator.rank_group(route).size
                 known[key] = PlannedExchange(len(known), moment, route, ranks, buckets, sent)
             found.append(known[key])
         return tuple(found)
 
-    def _sends(self, moment: Moment, actions: Iterable[Action]) -> tuple[PlannedSend, ...]:
+    def _planned_sends(self, moment: ActionPhase, actions: Iterable[StageAction]) -> tuple[PlannedSend, ...]:
         """What actions of the current stage send, without empty ones; what is compared is not counted."""
-        routes = (found for action in actions for found in self._routes(action))
+        routes = (found for action in actions for found in self._action_routes_and_layouts(action))
         return tuple((moment, route, layouts) for route, layouts in routes if layouts)
 
-    def _routes(self, action: Action) -> Iterator[tuple[Route, Layouts]]:
+    def _action_routes_and_layouts(self, action: StageAction) -> Iterator[tuple[Route, BucketLayouts]]:
         match action:
-            case SendBuffers(names):
+            case EqualizeBuffers(names):
                 named = {name: self._named_buffers[name] for name in names}
                 averaged, broadcast = split_averaged_and_broadcast(named, self._buffer_settings)
-                yield Route("buffers", "plain", "sum"), self._layouts(averaged)
-                yield Route("buffers", "plain", "broadcast"), self._layouts(broadcast)
-            case SendGradients(turn):
-                yield self._gradient_route(turn)
+                yield Route("buffers", "plain", "sum"), self._bucket_layouts(averaged)
+                yield Route("buffers", "plain", "broadcast"), self._bucket_layouts(broadcast)
+            case AverageGradients(turn):
+                yield self._gradient_route_and_layouts(turn)
             case DueTransfers(started=started):
-                yield from (self._transfer_route(self._plan.transfers[index]) for index in started)
+                yield from (
+                    self._transfer_route_and_layouts(self._plan.transfers[index]) for index in started
+                )
             case EqualizeState(what, source):
                 route = Route("parameters", "plain", "sum", ema=what == "averages")
                 if source is not None:
                     route = replace(route, through="broadcast", source=source)
                 if what == "optimizer":
-                    yield replace(route, kind="optimizer"), self._layouts(self._optimizer_state())
+                    yield (
+                        replace(route, kind="optimizer"),
+                        self._bucket_layouts(self._create_averageable_optimizer_state()),
+                    )
                 else:
-                    yield route, self._layouts(self._ema_tensors if route.ema else self._trained)
+                    yield route, self._bucket_layouts(self._ema_tensors if route.ema else self._trained)
 
-    def _optimizer_state(self) -> dict[str, Tensor]:
+    def _create_averageable_optimizer_state(self) -> dict[str, Tensor]:
         """What of the optimizer's state is averaged, made as a run makes it."""
         optimizer = self._probe.optimizer
         for stage in self._pipeline.stages_with_steps():
             if stage.index <= self._stage.index and stage.effective_settings(self._pipeline).updates_weights:
-                self._turns.select(self._turns.of_stage[stage.index])
+                self._turns.set_trainable(self._turns.of_stage[stage.index])
                 initialize_optimizer_state(optimizer)
-        self._turns.select(None)
+        self._turns.set_trainable(None)
         return averageable_state(optimizer)
 
-    def _sends_before_eval_or_save(self, moment: Moment) -> tuple[PlannedSend, ...]:
+    def _sends_before_eval_or_save(self, moment: ActionPhase) -> tuple[PlannedSend, ...]:
         """What an evaluation or a save stage sends first, now: buffers, and the weights if ranks differ in
         what is read. Inside a stage ranks are made equal only while an evaluation runs.
         """
-        average = self._sends(moment, [EqualizeState("parameters")] if self._replicas.weights_differ else [])
+        average = self._planned_sends(
+            moment, [EqualizeState("parameters")] if self._replicas.weights_differ else []
+        )
         if self._buffer_settings.when == "never" or not self._buffers_used:
             return average
         # Whole numbers that training changes are the same on all ranks, as far as one batch shows.
         changing = self._probe.buffer_use.changing
         changed = [name for name in changing if can_be_averaged(self._named_buffers[name])]
-        return (*self._sends(moment, [SendBuffers(tuple(changed))]), *average)
+        return (*self._planned_sends(moment, [EqualizeBuffers(tuple(changed))]), *average)
 
-    def _stage_evaluations(
+    def _evaluation_groups(
         self,
         stage: StepStage,
         steps: int | None,
@@ -453,7 +460,7 @@ class _Planner:
             found.append(EvaluationGroup(1 if steps is None else often, exchanges, sent))
         return tuple(found)
 
-    def _gradient_route(self, turn: int) -> tuple[Route, Layouts]:
+    def _gradient_route_and_layouts(self, turn: int) -> tuple[Route, BucketLayouts]:
         route = Route("gradient", "world", "hooks")
         if self._plan.gradients == "host":
             route = Route("gradient", "world", "host_hooks", True, self._plan.hosts)
@@ -462,8 +469,10 @@ class _Planner:
             route = replace(route, turn=turns[turn].name)
         found: list[BucketLayout] = []  # of this turn and of those before it, by number
         wanted = self._turns.by_stage[self._stage.index][turn]
-        for one in self._turns.exchanging(self._loaded):
-            layouts = self._probe.gradient_buckets[one.key].layouts_for(self._pipeline.ddp.bucket_caps_bytes)
+        for one in self._turns.exchanging_turns(self._loaded):
+            layouts = self._probe.gradient_buckets[one.key].layouts_for_caps(
+                self._pipeline.ddp.bucket_caps_bytes
+            )
             assert layouts is not None, "the probe suffices for the pipeline"
             first = len(found)
             found += [replace(layout, index=first + layout.index) for layout in layouts]
@@ -471,7 +480,7 @@ class _Planner:
                 break
         return route, tuple(found[first:])
 
-    def _transfer_route(self, one: Transfer) -> tuple[Route, Layouts]:
+    def _transfer_route_and_layouts(self, one: Transfer) -> tuple[Route, BucketLayouts]:
         inside_host = one.among == "host"
         hosts = self._plan.hosts if inside_host else None
         match one.what:
@@ -480,12 +489,12 @@ class _Planner:
             case "parameters" if one.source is not None:
                 route = Route("parameters", "plain", "broadcast", source=one.source)
             case kind:
-                route = Route(kind, "plain", "sum", inside_host, hosts, part=one.partition)
+                route = Route(kind, "plain", "sum", inside_host, hosts, rank_partition=one.partition)
         if one.what == "optimizer":
-            return route, self._layouts(self._optimizer_state())
+            return route, self._bucket_layouts(self._create_averageable_optimizer_state())
         return route, buckets_by_fragment(self._plan, self._trained, self._cap_bytes)[one.fragment].layouts
 
-    def _layouts(self, named: Mapping[str, Tensor]) -> Layouts:
+    def _bucket_layouts(self, named: Mapping[str, Tensor]) -> BucketLayouts:
         return TensorBuckets(named, self._cap_bytes).layouts
 
 
@@ -493,6 +502,6 @@ def _control_message_steps(sequence: StageActions, steps: int | None) -> Iterato
     """An exchange that overlaps with training may be applied, for the first time, in the second cycle."""
     known, cycle = set[int](), sequence.exchange_cycle
     for step in range(1, min(2 * cycle, steps or 2 * cycle) + 1):
-        if sequence.exchanges(step) and step % cycle not in known:
+        if sequence.exchanges_in_step(step) and step % cycle not in known:
             known.add(step % cycle)
             yield step

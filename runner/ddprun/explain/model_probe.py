@@ -17,25 +17,25 @@ from torch.optim import Optimizer
 from ddprun.config import LoadedPipeline
 from ddprun.engine import build, compiling, seeding
 from ddprun.engine.data import Feed
-from ddprun.engine.feeds import Feeds, check_epoch_ends, check_warmups, open_training_feeds
+from ddprun.engine.feeds import Feeds, build_training_feeds, check_epoch_end_evaluations, check_warmups
 from ddprun.engine.objective import (
     Objective,
     Precision,
     find_buffer_use,
+    freeze_bucket_layout,
     initialize_lazy_parameters,
-    settle_layout,
     warmup_pass,
 )
 from ddprun.engine.optimizers import build_optimizer, check_closure, settings_of_stages, try_schedules
 from ddprun.engine.turns import Turns, build_turns
-from ddprun.host.code_folders import prepare_imports
+from ddprun.host.code_folders import add_import_folder
 from ddprun.host.device import gpu_count
 from ddprun.parallel.ddp import DdpReplica, as_backward_error, predict_bucket_layout, sparse_parameters
 from ddprun.sync.buffers import BufferUse, trainable_parameters
 from ddprun.units import format_count
 from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.comm.groups import RankGroup, RankPlacement
-from ddprun_hooks.queue import HostCommQueue
+from ddprun_hooks.comm_queue import HostCommQueue
 from ddprun_hooks.stack import Stack
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -76,14 +76,14 @@ class GradientBuckets:
     """The buckets of gradients, as backward fills them."""
 
     layouts: tuple[BucketLayout, ...]
-    caps_bytes: Sequence[int]  # `ddp.bucket_cap_mb`
+    bucket_caps_bytes: Sequence[int]  # `ddp.bucket_cap_mb`
     params_in_ready_order: Mapping[str, Tensor] | None = field(compare=False)
     """Parameters by name, in the order in which backward completes their gradients; None: DDP itself was
     asked for its buckets."""
 
-    def layouts_for(self, caps_bytes: Sequence[int]) -> tuple[BucketLayout, ...] | None:
+    def layouts_for_caps(self, caps_bytes: Sequence[int]) -> tuple[BucketLayout, ...] | None:
         """The buckets for other sizes; None: only DDP itself knows."""
-        if caps_bytes == self.caps_bytes:
+        if caps_bytes == self.bucket_caps_bytes:
             return self.layouts
         if self.params_in_ready_order is None:
             return None
@@ -109,8 +109,8 @@ class ModelProbe:
         differs in its hooks, its policies or the size of its buckets.
         """
         known, caps = self.gradient_buckets, loaded.pipeline.ddp.bucket_caps_bytes
-        wanted = [turn.key for turn in build_turns(loaded, self.model).exchanging(loaded)]
-        return all(key in known and known[key].layouts_for(caps) is not None for key in wanted)
+        wanted = [turn.key for turn in build_turns(loaded, self.model).exchanging_turns(loaded)]
+        return all(key in known and known[key].layouts_for_caps(caps) is not None for key in wanted)
 
 
 @contextmanager
@@ -143,13 +143,13 @@ def probe_model(loaded: LoadedPipeline, world: WorldShape) -> ModelProbe:
     on_gpu = pipeline.launch.device != "cpu" and gpu_count()
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     precision = Precision(pipeline.precision, device, channels_last=pipeline.channels_last)
-    prepare_imports(loaded.folder)
+    add_import_folder(loaded.folder)
     seeding.make_deterministic(device, strict=pipeline.deterministic)
     seeding.seed_everything(pipeline.seed)
-    model = build.place_model(loaded, build.build_model(loaded), device, precision.parameter_dtype)
-    data, _ = build.build_data(loaded)
-    feeds = open_training_feeds(loaded, data, rank=0, world_size=world.ranks)
-    check_epoch_ends(loaded, feeds)
+    model = build.move_and_convert_model(loaded, build.build_model(loaded), device, precision.parameter_dtype)
+    data, _ = build.build_datasets(loaded)
+    feeds = build_training_feeds(loaded, data, rank=0, world_size=world.ranks)
+    check_epoch_end_evaluations(loaded, feeds)
     check_warmups(loaded, feeds)
     loss = build.build_loss(loaded)
     model = build.join_loss_and_freeze(loaded, model, loss, device, precision.parameter_dtype)
@@ -159,18 +159,18 @@ def probe_model(loaded: LoadedPipeline, world: WorldShape) -> ModelProbe:
     optimizer = build_optimizer(loaded, model, turns)
     check_closure(loaded, optimizer)
     try_schedules(loaded, feeds, optimizer, settings_of_stages(loaded, model, turns, optimizer))
-    build.check_sync(loaded, turns, world.ranks)
+    build.check_sync_fits_run(loaded, turns, world.ranks)
 
     compiling.check_dynamo_config(loaded)
     verdict = find_buffer_use(model, objective, feeds.main, turns, automatic=True)
     compiled = None
     if pipeline.compile is not None:
         compiled = _compile_model(loaded, model, objective, feeds.main, turns)
-    exchanging = turns.select_each(turns.exchanging(loaded))
+    exchanging = turns.iterate_with_trainable(turns.exchanging_turns(loaded))
     gradients = dict[tuple[str | None, ...], GradientBuckets]()
     try:
         for turn in exchanging:
-            gradients[turn.key] = _buckets(loaded, model, objective, feeds.main, turn.name)
+            gradients[turn.key] = _find_gradient_buckets(loaded, model, objective, feeds.main, turn.name)
     except RuntimeError as error:
         if (fault := as_backward_error(loaded, error)) is not None:
             raise fault from error
@@ -185,7 +185,7 @@ def _compile_model(
     trained = {turn for stage in loaded.pipeline.train_stages() for turn in turns.by_stage[stage.index]}
 
     def run_passes() -> None:
-        for turn in turns.select_each(turns.all()):
+        for turn in turns.iterate_with_trainable(turns.all()):
             warmup_pass(model, objective, feed, turn.name, backward=turn in trained)
 
     run_passes()  # what fails here is the model's own
@@ -196,10 +196,12 @@ def _compile_model(
         if (fault := compiling.as_compile_error(loaded, error, compiling=True)) is not None:
             raise fault from error
         raise
-    return CompileReport(tuple(blocks), compiling.describe(blocks), tuple(compiler.graphs), compiler.breaks)
+    return CompileReport(
+        tuple(blocks), compiling.describe_blocks(blocks), tuple(compiler.graphs), compiler.breaks
+    )
 
 
-def _buckets(
+def _find_gradient_buckets(
     loaded: LoadedPipeline, model: nn.Module, objective: Objective, feed: Feed, turn: str | None
 ) -> GradientBuckets:
     """A turn's buckets as they stay, counted from 0: what DDP makes of its gradients' order in backward."""
@@ -208,21 +210,23 @@ def _buckets(
     # DDP has other rules for these, and a compiled graph has an order of its own.
     other_rules = ddp.static_graph or ddp.find_unused_parameters or ignored or sparse_parameters(model)
     if not (other_rules or loaded.pipeline.compile):
-        order, trained = _completed_gradients(model, objective, feed, turn), trainable_parameters(model)
+        order, trained = _gradient_completion_order(model, objective, feed, turn), trainable_parameters(model)
         if sorted(order) == sorted(trained):  # else DDP knows more, or refuses it
             ready = {name: trained[name] for name in order}
             return GradientBuckets(predict_bucket_layout(ready, caps), caps, ready)
     return GradientBuckets(_bucket_layouts_from_ddp(loaded, model, objective, feed, turn), caps, None)
 
 
-def _completed_gradients(model: nn.Module, objective: Objective, feed: Feed, turn: str | None) -> list[str]:
+def _gradient_completion_order(
+    model: nn.Module, objective: Objective, feed: Feed, turn: str | None
+) -> list[str]:
     """Names of parameters in the order in which a backward pass completes their gradients: in a copy of the
     model that has shapes, but no values. A model that looks at values, or computes gradients itself, shows
     none or some.
     """
     device, order = objective.precision.device, list[str]()
     with seeding.preserve_rng_state(device):
-        content = objective.training_batch(feed.first_batch())
+        content = objective.prepare_batch(feed.first_batch())
     with suppress(Exception):
         with warnings.catch_warnings(action="ignore"):
             warmup_pass(model, objective, feed, turn, backward=False)  # fills caches with values
@@ -247,8 +251,8 @@ def _bucket_layouts_from_ddp(
     """DDP's buckets after throw-away backward passes under DDP itself."""
     queue = HostCommQueue(RankGroup("world", 0, ("here",)))
     replica = DdpReplica(model, loaded.pipeline.ddp, objective.precision.device, queue, Stack([]))
-    settle_layout(replica, objective, feed, turn, barrier=lambda: None)
-    layout = replica.dispatcher.layout
+    freeze_bucket_layout(replica, objective, feed, turn, barrier=lambda: None)
+    layout = replica.dispatcher.bucket_layouts
     del replica
     gc.collect()  # before the process group ends, on which DDP still has a hand
     return layout

@@ -7,7 +7,7 @@ from itertools import chain, zip_longest
 from typing import Any
 
 from ddprun.config import Choice, Pipeline, StepStage, StepStageSettings
-from ddprun.config.resolved import flow_yaml
+from ddprun.config.yaml_writer import flow_yaml
 from ddprun.engine.model_with_loss import ModelWithLoss
 from ddprun.explain.explain import Explanation, PlannedExchange, StageExplanation
 from ddprun.explain.traffic import Bucket, GroupScope, SentBytes
@@ -19,14 +19,14 @@ _ROWS = 12  # longer tables lose their middle; `--format json` has all
 
 def render_text(explained: Explanation, extra_lines: Mapping[int, Iterable[str]] | None = None) -> str:
     """The whole explanation, for a reader; `extra_lines`: further lines of stages, by their index."""
-    parts: list[Iterable[str]] = [_head(explained)]
+    parts: list[Iterable[str]] = [_header_lines(explained)]
     for stage in explained.stages:
         extra = (extra_lines or {}).get(stage.index, ())
         parts.append(chain(_stage_lines(stage, explained), extra))
     return "\n\n".join("\n".join(part) for part in parts)
 
 
-def _head(explained: Explanation) -> Iterator[str]:
+def _header_lines(explained: Explanation) -> Iterator[str]:
     pipeline = explained.loaded.pipeline
     parameters, buffers = explained.parameters, explained.buffers
     yield f"{pipeline.name}: {explained.world}"
@@ -61,7 +61,8 @@ def _compiled_graph_lines(explained: Explanation) -> Iterator[str]:
         return
     graphs, breaks = compiled.graphs, compiled.breaks
     broken = "without a graph break" if not breaks else f"with {format_count(len(breaks), 'graph break')}"
-    made = f"{_capital(compiled.description)}, mode {settings.mode}: {format_count(len(graphs), 'graph')}"
+    made = f"{_capitalize_first(compiled.description)}, mode {settings.mode}: "
+    made += format_count(len(graphs), "graph")
     if compiled.blocks != ("",) and len(graphs) < len(compiled.blocks):
         made += ", since blocks that are alike share one"
     yield from paragraph("Compile", f"{made}, {broken}.")
@@ -77,11 +78,11 @@ def _stage_lines(stage: StageExplanation, explained: Explanation) -> Iterator[st
         yield title
         yield from _stepless_stage_lines(stage, explained)
         return
-    hooks = ", ".join(map(_choice_text, settings.hooks))
+    hooks = ", ".join(map(_choice_yaml, settings.hooks))
     length = "" if stage.steps is None else format_count(stage.steps, "step")
     if settings.epochs is not None:
         length = format_count(settings.epochs, "epoch") + (f" ({length})" if length else "")
-    yield f"{title} for {length}, sync: {_choice_text(settings.sync)}, hooks: [{hooks}]"
+    yield f"{title} for {length}, sync: {_choice_yaml(settings.sync)}, hooks: [{hooks}]"
     if (one_round := settings.plan.round) is not None:
         size = f"{one_round.samples:,} samples of all ranks" if one_round.samples else ""
         work = size or f"about {one_round.seconds:g} s of work"
@@ -103,9 +104,9 @@ def _stage_lines(stage: StageExplanation, explained: Explanation) -> Iterator[st
     yield from _after_step_lines(stage, settings)
     yield from _end_lines(stage)
     yield from _evaluation_lines(stage)
-    yield from paragraph("Control", _control_text(stage, settings, explained.loaded.pipeline))
+    yield from paragraph("Control", _control_messages_text(stage, settings, explained.loaded.pipeline))
     yield from paragraph("Loss", _loss_text(settings))
-    yield from _totals_table(stage)
+    yield from _sent_totals_table(stage)
 
 
 def _parameter_drift_text(settings: StepStageSettings) -> str:
@@ -148,14 +149,14 @@ def _backward_text(stage: StageExplanation, settings: StepStageSettings) -> str:
     exchanges = _exchanges_at(stage, "backward")
     if not exchanges:
         return "No gradients are sent."
-    ranks = _group_phrase(exchanges[0].ranks, exchanges[0].route.among)
+    ranks = _rank_group_phrase(exchanges[0].ranks, exchanges[0].route.among)
     what = (
         "go through the hooks, but to no other rank" if settings.uses_noop else f"are averaged over {ranks}"
     )
     parts = []
     for exchange in exchanges:
         part = f"those of turn {exchange.route.turn} in " if settings.turns else "in "
-        part += steps_text(_steps_with(exchange, stage), stage.cycle, stage.steps)
+        part += recurring_steps_text(_steps_with_exchange(exchange, stage), stage.cycle, stage.steps)
         if settings.accumulate > 1:
             part += f", in the last of its {settings.accumulate} micro-steps"
         parts.append(f"{part}, in {format_count(len(exchange.buckets), 'bucket')}")
@@ -173,17 +174,18 @@ def _after_step_lines(stage: StageExplanation, settings: StepStageSettings) -> I
     exchanges = _exchanges_at(stage, "after_step")
     by_steps: dict[tuple[int, ...], list[PlannedExchange]] = {}
     for exchange in exchanges:
-        by_steps.setdefault(_steps_with(exchange, stage), []).append(exchange)
+        by_steps.setdefault(_steps_with_exchange(exchange, stage), []).append(exchange)
     by_phrase: dict[str, tuple[int, ...]] = {}  # the pairs of gossip are others each time
     for steps, some in by_steps.items():
         phrase = _exchanges_phrase(some)
         by_phrase[phrase] = tuple(sorted({*by_phrase.get(phrase, ()), *steps}))
     lines = [
-        f"{steps_text(steps, stage.cycle, stage.steps)}: {phrase}." for phrase, steps in by_phrase.items()
+        f"{recurring_steps_text(steps, stage.cycle, stage.steps)}: {phrase}."
+        for phrase, steps in by_phrase.items()
     ]
     lines = lines or ["Nothing is sent."]
     for label, line in zip_longest(["After a step"], _omit_middle(lines), fillvalue=""):
-        yield from paragraph(label, _capital(line))
+        yield from paragraph(label, _capitalize_first(line))
     if overlap := settings.plan.overlap_steps:
         when = f"is applied exactly {format_count(overlap, 'step')} later"
         yield from paragraph("", f"An exchange overlaps with training, and {when}.")
@@ -217,7 +219,7 @@ def _evaluation_lines(stage: StageExplanation) -> Iterator[str]:
     yield from _bucket_tables(_exchanges_at(stage, "evaluate"), shown=others)
 
 
-def _control_text(stage: StageExplanation, settings: StepStageSettings, pipeline: Pipeline) -> str:
+def _control_messages_text(stage: StageExplanation, settings: StepStageSettings, pipeline: Pipeline) -> str:
     steps, plan, before = stage.control_message_steps, settings.plan, ""
     if pipeline.loader.sharded:
         before = (
@@ -229,7 +231,7 @@ def _control_text(stage: StageExplanation, settings: StepStageSettings, pipeline
         others = "They exchange no other messages" if before else "None: ranks exchange no messages"
         return f"{before}{others} before the stage's end."
     if max(steps) <= stage.control_cycle:
-        when = steps_text(steps, stage.control_cycle, stage.steps)
+        when = recurring_steps_text(steps, stage.control_cycle, stage.steps)
     else:  # the first exchanges that overlap with training are applied in the second cycle
         repeated = sorted(step + cycle * stage.control_cycle for step in steps for cycle in range(3))
         listed = [step for step in repeated if stage.steps is None or step <= stage.steps]
@@ -252,9 +254,9 @@ def _stepless_stage_lines(stage: StageExplanation, explained: Explanation) -> It
         what = _exchanges_phrase(stage.end)
         if stage.stage.name not in ("average", "broadcast"):
             what = f"first, if they have changed: {what}"
-        yield from paragraph("", f"{_capital(what)}.")
+        yield from paragraph("", f"{_capitalize_first(what)}.")
         yield from _bucket_tables(stage.end)
-        yield from _sizes_table([_sizes_row("once", sent)])
+        yield from _sent_bytes_table([_sent_bytes_row("once", sent)])
         return
     before = [one.settings for one in explained.stages[: stage.index] if one.settings is not None]
     setting = before[-1].buffers if before else explained.loaded.pipeline.buffers
@@ -263,39 +265,44 @@ def _stepless_stage_lines(stage: StageExplanation, explained: Explanation) -> It
     yield from paragraph("", f"Nothing is sent before it{why}.")
 
 
-def _totals_table(stage: StageExplanation) -> Iterator[str]:
-    rows = [_sizes_row(steps_text(one.steps, stage.cycle, stage.steps), one.sent) for one in stage.patterns]
+def _sent_totals_table(stage: StageExplanation) -> Iterator[str]:
+    rows = [
+        _sent_bytes_row(recurring_steps_text(one.steps, stage.cycle, stage.steps), one.sent)
+        for one in stage.patterns
+    ]
     rows = _omit_middle(rows, ("…", "", "", ""))
     if len(stage.patterns) > 1:
-        rows.append(_sizes_row("mean of all steps", stage.sent_per_cycle, stage.cycle))
+        rows.append(_sent_bytes_row("mean of all steps", stage.sent_per_cycle, stage.cycle))
     for one in stage.evaluations:
         some = stage.steps is not None and len(stage.evaluations) > 1
         label = f"each of {format_count(one.times, 'evaluation')}" if some else "an evaluation"
-        rows.append(_sizes_row(label, one.sent))
+        rows.append(_sent_bytes_row(label, one.sent))
     if stage.steps is not None and (whole := stage.sent_in_stage) is not None:
-        rows.append(_sizes_row(f"the stage: {format_count(stage.steps, 'step')}", whole))
-    yield from _sizes_table(rows)
+        rows.append(_sent_bytes_row(f"the stage: {format_count(stage.steps, 'step')}", whole))
+    yield from _sent_bytes_table(rows)
 
 
-def _sizes_row(label: str, sent: SentBytes, steps: int = 1) -> tuple[str, ...]:
+def _sent_bytes_row(label: str, sent: SentBytes, steps: int = 1) -> tuple[str, ...]:
     """A table row: `sent` is sent in `steps` steps; the row says how much that is in one."""
-    return (label, *map(format_bytes, sent.sizes(steps).values()))
+    return (label, *map(format_bytes, sent.mean_step_bytes(steps).values()))
 
 
-def _sizes_table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    return labelled("Sent", format_table([("", "per rank", "all ranks", "between hosts"), *rows], "<>>>"))
+def _sent_bytes_table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    return labelled_lines(
+        "Sent", format_table([("", "per rank", "all ranks", "between hosts"), *rows], "<>>>")
+    )
 
 
 def _exchanges_at(stage: StageExplanation, moment: str) -> list[PlannedExchange]:
     return [exchange for exchange in stage.exchanges if exchange.moment == moment]
 
 
-def _steps_with(exchange: PlannedExchange, stage: StageExplanation) -> tuple[int, ...]:
+def _steps_with_exchange(exchange: PlannedExchange, stage: StageExplanation) -> tuple[int, ...]:
     """The steps of a cycle in which an exchange takes place."""
     return tuple(sorted(step for one in stage.patterns if exchange in one.exchanges for step in one.steps))
 
 
-def _choice_text(choice: Choice) -> str:
+def _choice_yaml(choice: Choice) -> str:
     """A choice as a pipeline file would have it, without what is left out there."""
     options = dict(choice.options)
     if choice.settings is not None:
@@ -313,7 +320,7 @@ def _exchanges_phrase(exchanges: Sequence[PlannedExchange]) -> str:
 def _exchange_phrase(exchange: PlannedExchange, *, with_buckets: bool = True) -> str:
     """What an exchange is; `with_buckets`: name its buckets, if it is of some only."""
     kind, source = exchange.route.kind, exchange.route.source
-    ranks = _group_phrase(exchange.ranks, exchange.route.among)
+    ranks = _rank_group_phrase(exchange.ranks, exchange.route.among)
     if not any(one.legs for one in exchange.buckets):
         return "nothing, because the hook is noop"
     if exchange.route.ema:
@@ -337,7 +344,7 @@ def _exchange_phrase(exchange: PlannedExchange, *, with_buckets: bool = True) ->
     return f"{what} averaged over {ranks}{which}"
 
 
-def _group_phrase(ranks: int, among: GroupScope) -> str:
+def _rank_group_phrase(ranks: int, among: GroupScope) -> str:
     if among == "all":
         return {1: "the only rank", 2: "both ranks"}.get(ranks, f"all {ranks} ranks")
     if among == "part":  # of one or of several sizes
@@ -353,14 +360,16 @@ def _bucket_tables(
     by_route: dict[Any, list[PlannedExchange]] = {}
     known_routes = {exchange.route for exchange in shown}
     for exchange in (one for one in exchanges if one.route not in known_routes):
-        part = exchange.route.part
+        part = exchange.route.rank_partition
         if part is not None and any(replace(one, part=part) == exchange.route for one in by_route):
             continue  # another partition, into groups of the same sizes
         if exchange.route.kind != "buffers":
             by_route.setdefault(exchange.route, []).append(exchange)
     for on_route in by_route.values():
         if len(by_route) > 1:
-            yield from paragraph("", f"{_capital(_exchange_phrase(on_route[0], with_buckets=False))}:")
+            yield from paragraph(
+                "", f"{_capitalize_first(_exchange_phrase(on_route[0], with_buckets=False))}:"
+            )
         buckets = [bucket for exchange in on_route for bucket in exchange.buckets]
         rows = []
         for one in buckets:
@@ -368,7 +377,7 @@ def _bucket_tables(
             rows.append((str(one.bucket), one.dtype, *sizes, abbreviated_list(one.params, 2)))
         rows = _omit_middle(rows, ("…", *[""] * 5))
         head = ("bucket", "dtype", "values", "bytes", "sent per rank", "parameters")
-        yield from labelled("", format_table([head, *rows], "><>>><"))
+        yield from labelled_lines("", format_table([head, *rows], "><>>><"))
         yield from _leg_lines(buckets)
 
 
@@ -383,7 +392,7 @@ def _leg_lines(buckets: Sequence[Bucket]) -> Iterator[str]:
         columns = zip(*[one.legs for one in some], strict=True)
         sizes = [format_bytes(sum(leg.bytes for leg in column)) for column in columns]
         legs = [
-            f"{op} of {dtype} among {_group_phrase(ranks, among)} ({size})"
+            f"{op} of {dtype} among {_rank_group_phrase(ranks, among)} ({size})"
             for (op, dtype, among, ranks), size in zip(way, sizes, strict=True)
         ]
         if len(legs) <= 1:
@@ -403,7 +412,7 @@ def _omit_middle(rows: Sequence[Any], middle: Any = "…") -> list[Any]:
     return [*rows] if len(rows) <= _ROWS else [*rows[:half], middle, *rows[-half + 1 :]]
 
 
-def labelled(label: str, lines: Sequence[str]) -> Iterator[str]:
+def labelled_lines(label: str, lines: Sequence[str]) -> Iterator[str]:
     """Lines beside a label."""
     for index, line in enumerate(lines):
         yield f"  {'' if index else label:<{_INDENT - 2}}{line}".rstrip()
@@ -411,14 +420,14 @@ def labelled(label: str, lines: Sequence[str]) -> Iterator[str]:
 
 def paragraph(label: str, text: str) -> Iterator[str]:
     """A paragraph beside a label."""
-    return labelled(label, textwrap.wrap(text, _WIDTH - _INDENT, break_on_hyphens=False))
+    return labelled_lines(label, textwrap.wrap(text, _WIDTH - _INDENT, break_on_hyphens=False))
 
 
-def _capital(text: str) -> str:
+def _capitalize_first(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def steps_text(steps: Sequence[int], cycle: int, last: int | None) -> str:
+def recurring_steps_text(steps: Sequence[int], cycle: int, last: int | None) -> str:
     """Steps in words, such as `step 8 of every 8`: some of the first `cycle`, after which they repeat. `last`
     is the last step of the stage; None: unknown.
     """

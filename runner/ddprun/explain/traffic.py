@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ddprun.config import LoadedPipeline, Stage, StepStage
-from ddprun.engine.stacks import build_stack
+from ddprun.engine.hook_stacks import build_hook_stack
 from ddprun.explain.model_probe import WorldShape
 from ddprun.sync.plan import Partition
 from ddprun.sync.synchronizer import GroupsByQueue, queue_requirements
@@ -33,8 +33,8 @@ from ddprun_hooks.payload import PayloadKind
 from ddprun_hooks.simulate import dummy_payload, simulate, simulated_group
 from ddprun_hooks.stack import Stack
 
-QueueName = Literal["world", "deltas", "plain"]
-"""As `ddprun_hooks.exchange.Exchange` calls their groups; `world` is that of gradients."""
+CommGroupName = Literal["world", "deltas", "plain"]
+"""As `ddprun_hooks.comm_context.CommContext` calls their groups; `world` is that of gradients."""
 
 GroupScope = Literal["all", "host", "across", "part"]
 """All ranks, those of each host, of one local rank on every host, or of each part of a partition."""
@@ -60,7 +60,7 @@ class SentBytes:
         """Bytes that a rank sends, on average."""
         return self.all_ranks / self.ranks
 
-    def sizes(self, steps: int = 1) -> dict[str, float]:
+    def mean_step_bytes(self, steps: int = 1) -> dict[str, float]:
         """What an average step sends, in bytes, if `steps` of them send this amount."""
         all_ranks, between_hosts = self.all_ranks / steps, self.between_hosts / steps
         sizes = {"per_rank": all_ranks / self.ranks, "all_ranks": all_ranks, "between_hosts": between_hosts}
@@ -72,12 +72,13 @@ class Route:
     """How a bucket is exchanged: through which queue, in which way, and among which ranks."""
 
     kind: PayloadKind
-    queue: QueueName
+    queue: CommGroupName
     through: Literal["hooks", "host_hooks", "sum", "broadcast"]  # `host_hooks`: inside a host
     inside_host: bool = False  # among the ranks of each host only
-    hosts: int | None = None  # into how many hosts the ranks are split for that; None: as they were launched
+    # Into how many hosts the ranks are split for that; None: as they were launched.
+    split_hosts: int | None = None
     source: int = 0  # whose payload is broadcast
-    part: Partition | None = None  # among the ranks of each of its groups
+    rank_partition: Partition | None = None  # among the ranks of each of its groups
     ema: bool = False  # of the moving average of the weights
     turn: str | None = None  # whose gradients
 
@@ -88,13 +89,13 @@ class Route:
     @property
     def among(self) -> GroupScope:
         """Which ranks are in one of its groups."""
-        return "part" if self.part is not None else "host" if self.inside_host else "all"
+        return "part" if self.rank_partition is not None else "host" if self.inside_host else "all"
 
-    def group(self, world: RankGroup) -> RankGroup:
+    def subgroup_of(self, world: RankGroup) -> RankGroup:
         """The ranks among which it goes, of those of its queue."""
-        if self.part is not None:
-            return world.partition_groups[self.part.parts(world.size)]
-        return world.splits[self.hosts][0] if self.inside_host else world
+        if self.rank_partition is not None:
+            return world.partition_groups[self.rank_partition.parts(world.size)]
+        return world.splits_by_host_count[self.split_hosts][0] if self.inside_host else world
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,43 +131,43 @@ class TrafficSimulator:
         self._loaded, self.world, self._device = loaded, world, device
         needed: list[GroupsByQueue] = []
         for stage, settings in loaded.pipeline.stages_and_settings():
-            stacks = self._hook_stack(stage), self._hook_stack(stage, inside_host=True)
+            stacks = self._build_hook_stack(stage), self._build_hook_stack(stage, inside_host=True)
             needed.append(queue_requirements(settings.plan, *stacks, world.ranks))
             self._check_placement(stage, stacks[0], merge_requirements(needed[-1]))
-        needs_by_queue: dict[QueueName, GroupRequirements] = dict(
-            zip(get_args(QueueName), GroupsByQueue.for_stages(needed), strict=True)
+        needs_by_queue: dict[CommGroupName, GroupRequirements] = dict(
+            zip(get_args(CommGroupName), GroupsByQueue.for_stages(needed), strict=True)
         )
         self._needs_by_queue = needs_by_queue
         self._simulated_ranks = _representative_rank_count(world, merge_requirements(needs_by_queue.values()))
-        self._groups_by_queue: dict[tuple[int, QueueName], RankGroup] = {}
+        self._groups_by_queue: dict[tuple[int, CommGroupName], RankGroup] = {}
         self._simulated_buckets: dict[tuple[str, Route, BucketLayout], Bucket] = {}
 
-    def group(self, route: Route, rank: int = 0) -> RankGroup:
+    def rank_group(self, route: Route, rank: int = 0) -> RankGroup:
         """The group of a rank on a route."""
         key = rank, route.queue
         if key not in self._groups_by_queue:
             needs = self._needs_by_queue[route.queue]
             self._groups_by_queue[key] = simulated_group(route.queue, self.world.placement(rank), needs)
-        return route.group(self._groups_by_queue[key])
+        return route.subgroup_of(self._groups_by_queue[key])
 
     def simulate_bucket(self, stage: Stage, route: Route, layout: BucketLayout) -> Bucket:
         """What it takes to carry a bucket that meets the hooks of `stage`, if the route has any; raises
         PipelineError for a hook that would break the run.
         """
-        key = self._stack(stage, route).description if route.uses_hooks else "", route, layout
+        key = self._build_route_stack(stage, route).description if route.uses_hooks else "", route, layout
         if key not in self._simulated_buckets:
             nbytes = layout.numel * getattr(torch, layout.dtype).itemsize
             params = tuple(param.name for param in layout.params)
             if route.through != "broadcast":
-                sent, legs, state = self._simulate(stage, route, layout)
+                sent, legs, state = self._simulate_hooks(stage, route, layout)
             else:
-                sent, state = self.broadcast(route.source, nbytes), 0
+                sent, state = self.broadcast_sent_bytes(route.source, nbytes), 0
                 legs = (Leg("broadcast", "all", self.world.ranks, layout.dtype, nbytes, sent),)
             size = layout.index, layout.dtype, layout.numel, nbytes
             self._simulated_buckets[key] = Bucket(*size, params, sent, legs, state)
         return self._simulated_buckets[key]
 
-    def broadcast(self, source: int, nbytes: int) -> SentBytes:
+    def broadcast_sent_bytes(self, source: int, nbytes: int) -> SentBytes:
         """What is sent in a chain from the source on, in which every rank but the last passes so many bytes
         on once, as `RankGroup.wire_bytes` has it.
         """
@@ -174,40 +175,40 @@ class TrafficSimulator:
         crossings = sum(hosts[rank - 1] != hosts[rank] for rank in range(ranks) if rank != source % ranks)
         return SentBytes(ranks, (ranks - 1) * nbytes, crossings * nbytes)
 
-    def _simulate(
+    def _simulate_hooks(
         self, stage: Stage, route: Route, layout: BucketLayout
     ) -> tuple[SentBytes, tuple[Leg, ...], int]:
         """What ranks send for a bucket, and the bytes of the hooks' state."""
         # Hooks of ours look at no values unless they are in host memory; those of others may.
-        device = self._device if self._stack(stage, route).custom_hooks else torch.device("meta")
+        device = self._device if self._build_route_stack(stage, route).custom_hooks else torch.device("meta")
         first = dummy_payload(layout, route.kind, device)
         traces: list[BucketTrace[int]] = []
         state = 0
         try:
             for rank in range(self._simulated_ranks):
                 payload = replace(first, tensor=first.tensor.clone(), findings=[])
-                hooks = self._stack(stage, route)
-                traces.append(simulate(payload, hooks, self.group(route, rank)))
+                hooks = self._build_route_stack(stage, route)
+                traces.append(simulate(payload, hooks, self.rank_group(route, rank)))
                 kept = [one for one in tree_leaves(hooks.state_dict()) if isinstance(one, torch.Tensor)]
                 state = max(state, sum(one.nbytes for one in kept))
         except HooksError as error:
             assert isinstance(stage, StepStage)
             raise self._loaded.error(stage.key_path("hooks"), str(error)) from None
-        groups = _groups_by_name(self._groups_by_queue[0, route.queue])
+        groups = _group_scopes_and_sizes(self._groups_by_queue[0, route.queue])
         legs = tuple(_merge_legs(traces, groups, self.world.ranks))
         return _sent_bytes(traces, self.world.ranks), legs, state
 
-    def _stack(self, stage: Stage, route: Route) -> Stack:
+    def _build_route_stack(self, stage: Stage, route: Route) -> Stack:
         """What carries a bucket on a route; made anew each time, since hooks keep state."""
         if route.through == "sum":
             return Stack([])
         assert isinstance(stage, StepStage), "others have no hooks"
-        return self._hook_stack(stage, inside_host=route.through == "host_hooks")
+        return self._build_hook_stack(stage, inside_host=route.through == "host_hooks")
 
-    def _hook_stack(self, stage: StepStage, *, inside_host: bool = False) -> Stack:
+    def _build_hook_stack(self, stage: StepStage, *, inside_host: bool = False) -> Stack:
         """The stage's hooks, made anew; raises PipelineError."""
         hooks = stage.effective_settings(self._loaded.pipeline).hooks
-        return build_stack(self._loaded, stage.key_path("hooks"), hooks, inside_host=inside_host)
+        return build_hook_stack(self._loaded, stage.key_path("hooks"), hooks, inside_host=inside_host)
 
     def _check_placement(self, stage: StepStage, stack: Stack, needs: GroupRequirements) -> None:
         """Check that the ranks lie as a stage needs them; a fault names what of it needs them otherwise."""
@@ -241,10 +242,10 @@ def _sent_bytes(traces: Sequence[BucketTrace[int] | CollectiveTrace[int] | None]
     )
 
 
-def _groups_by_name(world: RankGroup) -> dict[str, tuple[GroupScope, int]]:
+def _group_scopes_and_sizes(world: RankGroup) -> dict[str, tuple[GroupScope, int]]:
     """By the name of each group: which ranks are in one, and how many."""
     found: dict[str, tuple[GroupScope, int]] = {world.name: ("all", world.size)}
-    for host, across in world.splits.values():
+    for host, across in world.splits_by_host_count.values():
         found |= {host.name: ("host", host.size), across.name: ("across", across.size)}
     return found | {part.name: ("part", part.size) for part in world.partition_groups.values()}
 

@@ -18,11 +18,11 @@ from pathlib import Path
 from types import ModuleType
 
 from ddprun import InputError
-from ddprun.host.rank_files import SHORT_PARENT, temporary_launcher_folder
+from ddprun.host.rank_files import SHORT_PATH_PARENT, temporary_launcher_folder
 from ddprun_hooks.config.trust import read_trust_policy
 
-_KEPT = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-_IN_HOME = ("TORCH_EXTENSIONS_DIR",)  # what is not set, torch looks for below the home
+_CACHE_SUBFOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+_HOME_CACHE_VARIABLES = ("TORCH_EXTENSIONS_DIR",)  # what is not set, torch looks for below the home
 _MAX_PATH_BYTES = 72  # of a folder in which multiprocessing names a socket, of 107 bytes at most
 
 
@@ -42,7 +42,7 @@ def private_code_caches(scratch: Path) -> Iterator[None]:
     written.
     """
     found: dict[str, str] = {}
-    for name in (*_KEPT, *_IN_HOME):
+    for name in (*_CACHE_SUBFOLDERS, *_HOME_CACHE_VARIABLES):
         if given := os.environ.get(name):
             found[name] = os.path.abspath(given)
             _make_private_folder(Path(found[name]), name)
@@ -55,13 +55,13 @@ def private_code_caches(scratch: Path) -> Iterator[None]:
         and os.access(cache, os.W_OK | os.X_OK)
     ):
         cache = scratch
-    for name, folder in _KEPT.items():
+    for name, folder in _CACHE_SUBFOLDERS.items():
         if name not in found:
             _make_private_folder(cache / folder, name)
             found[name] = str(cache / folder)
     with ExitStack() as stack:
         if len(os.fsencode(scratch / "tmp")) > _MAX_PATH_BYTES:
-            scratch = stack.enter_context(temporary_launcher_folder(SHORT_PARENT))
+            scratch = stack.enter_context(temporary_launcher_folder(SHORT_PATH_PARENT))
         temporary = scratch / "tmp"
         temporary.mkdir(mode=0o700, exist_ok=True)
         before = {name: os.environ.get(name) for name in (*found, "TMPDIR")}
@@ -99,7 +99,7 @@ def _make_private_folder(folder: Path, variable: str) -> bool:
     )
 
 
-def prepare_imports(folder: Path) -> None:
+def add_import_folder(folder: Path) -> None:
     """Let import paths find modules in the folder of the pipeline file, after everything that is installed;
     those that read the command line when they are imported find no arguments, which are ddprun's own.
 

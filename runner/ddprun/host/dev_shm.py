@@ -21,7 +21,7 @@ _LOADER_SEMAPHORES = 8
 _WORKER_SEMAPHORES = 3
 ROOM_FOR_NCCL_BYTES = 1 << 30  # commonly enough for NCCL between the GPUs of a host
 
-REMEDY = (
+SHM_ADVICE = (
     "docker run --shm-size=1g (or --ipc=host); in Kubernetes mount an emptyDir with medium: Memory at "
     "/dev/shm; else mount -o remount,size=1g /dev/shm"
 )
@@ -61,7 +61,7 @@ def worker_needed_bytes(ranks: int, workers: int, tensor_bytes: Iterable[int]) -
     return worker_startup_bytes(ranks, workers) + ranks * workers * PREFETCHED_BATCHES * batch
 
 
-def shortage(
+def find_shm_shortage(
     ranks: int, workers: int, tensor_bytes: Iterable[int], space: ShmSpace | None, *, nccl: bool
 ) -> ShmShortage | None:
     """What so many ranks on the host, with so many loading processes (workers) each and, maybe, NCCL between

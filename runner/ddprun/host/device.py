@@ -28,7 +28,7 @@ def default_rank_count(loaded: LoadedPipeline) -> int:
     return gpus if loaded.pipeline.launch.device != "cpu" and gpus else 2
 
 
-def device_of(loaded: LoadedPipeline, local_rank: int) -> torch.device:
+def rank_device(loaded: LoadedPipeline, local_rank: int) -> torch.device:
     """The device of a rank of this host; `device: auto` takes CUDA where there is a GPU. Raises PipelineError
     if there is none and CUDA or NCCL is wanted.
 
@@ -51,7 +51,7 @@ def gpu_identifier(device: torch.device) -> str | None:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
-def agree_on_backend(loaded: LoadedPipeline, gpus: Sequence[tuple[str, str | None]]) -> str:
+def choose_backend(loaded: LoadedPipeline, gpus: Sequence[tuple[str, str | None]]) -> str:
     """The backend of all ranks, by the host and the GPU's identifier (None: a CPU) of each, in rank order.
     `backend: auto` takes NCCL where every rank has a GPU of its own, else Gloo.
 

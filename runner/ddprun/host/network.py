@@ -13,7 +13,7 @@ from ddprun.host.processes import run_in_daemon_thread
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 LOOPBACK = "127.0.0.1"
-NAME_ADVICE = "give each host a name of its own: hostnamectl hostname NAME, docker run --hostname NAME"
+HOST_NAME_ADVICE = "give each host a name of its own: hostnamectl hostname NAME, docker run --hostname NAME"
 
 _NOBODYS_ADDRESS = "192.0.2.1"  # no host has it (RFC 5737), so the way there is the default route
 _ANY_PORT = 9
@@ -72,7 +72,7 @@ def machine_id() -> str:
     return ""
 
 
-def shared_names(hosts: Iterable[tuple[str, str]]) -> list[str]:
+def duplicate_host_names(hosts: Iterable[tuple[str, str]]) -> list[str]:
     """Of names and what `machine_id` gives: the names that several hosts have."""
     names = [name for name, _ in {*hosts}]
     return sorted({name for name in names if names.count(name) > 1})
@@ -134,7 +134,7 @@ def connection_problem(host: str, port: int) -> str:
     return ""
 
 
-def public_warning(endpoint: str) -> str | None:
+def public_address_warning(endpoint: str) -> str | None:
     """What to tell a user whose rendezvous has an address that the whole internet can route to; None if it
     has none. A name that cannot be looked up at once has none either: no run can use it anyway.
     """

@@ -21,26 +21,28 @@ if TYPE_CHECKING:
 LAUNCHER_PID_VARIABLE = "DDPRUN_LAUNCHER"  # of ranks, which take it away from what they start
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # requests to stop a run
 SAME_REQUEST_S = 1.0  # one within this time of the first is the same request
-END_RANK = signal.SIGRTMAX  # with which a launcher ends ranks; SIGTERM may come to all processes of a run
+END_RANK_SIGNAL = (
+    signal.SIGRTMAX
+)  # with which a launcher ends ranks; SIGTERM may come to all processes of a run
 SIGNAL_EXIT_BASE = 128  # exit codes of processes that a signal ended: this and its number
-_END_S = 10.0
+_EXIT_GRACE_S = 10.0
 _LEFTOVER_S = 2.0  # how long processes that have outlived a rank may take to end by themselves
 _TERMINATE_S = 1.0
 _TICK_S = 0.05
 _COMMAND_LENGTH = 80
 # How EMFILE reads where torch or Python has wrapped it; the latter when a descriptor was sent along.
 _TOO_MANY_FILES = ("Too many open files", "received 0 items of ancdata")
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 _T = TypeVar("_T")
 
-own_locks = set[int]()
+lock_descriptors = set[int]()
 """Descriptors that hold a lock. Processes that are forked close them: a lock is to end with this process."""
 
 
 def _close_inherited_locks() -> None:
-    while own_locks:
+    while lock_descriptors:
         with suppress(OSError):  # the pipeline's code may have closed it
-            os.close(own_locks.pop())
+            os.close(lock_descriptors.pop())
 
 
 os.register_at_fork(after_in_child=_close_inherited_locks)
@@ -122,7 +124,7 @@ def _live_process_commands(*, parent: int | None = None, sessions: Collection[in
     return found
 
 
-def _describe(found: Mapping[int, str], redact: Callable[[str], str]) -> str:
+def _describe_processes(found: Mapping[int, str], redact: Callable[[str], str]) -> str:
     """Processes and the beginnings of their commands, without secrets."""
     return ", ".join(f"process {pid} ({redact(command)[:_COMMAND_LENGTH]})" for pid, command in found.items())
 
@@ -144,24 +146,24 @@ def end_leftovers(ranks: Collection[int], redact: Callable[[str], str]) -> None:
         return found
 
     if left := left_after(_LEFTOVER_S):
-        standard_streams.say(f"ending what ranks have left behind: {_describe(left, redact)}")
+        standard_streams.say(f"ending what ranks have left behind: {_describe_processes(left, redact)}")
         send_signal(left, signal.SIGTERM)
         send_signal(left_after(_TERMINATE_S), signal.SIGKILL)
 
 
 def force_exit_after_delay(code: int, rank: int, redact: Callable[[str], str]) -> None:
-    """Have this process, whose rank is done, end within `_END_S` with this exit code, and say what holds it
-    up.
+    """Have this process, whose rank is done, end within `_EXIT_GRACE_S` with this exit code, and say what
+    holds it up.
 
     Python's own end waits for threads, child processes and exit functions of the pipeline's code, for ever.
     """
 
     def end() -> None:
-        time.sleep(_END_S)
+        time.sleep(_EXIT_GRACE_S)
         others = {threading.main_thread(), threading.current_thread()}
         left = [f"thread {one.name}" for one in threading.enumerate() if not one.daemon and one not in others]
         children = _live_process_commands(parent=os.getpid())
-        left += [_describe(children, redact)] if children else []
+        left += [_describe_processes(children, redact)] if children else []
         standard_streams.say(
             f"rank {rank} is done, and no longer waits for {', '.join(left) or 'an exit function'}"
         )
@@ -169,7 +171,7 @@ def force_exit_after_delay(code: int, rank: int, redact: Callable[[str], str]) -
             send_signal(children, signal.SIGTERM)
             time.sleep(_TERMINATE_S)
             send_signal(_live_process_commands(parent=os.getpid()), signal.SIGKILL)
-        standard_streams.flush()
+        standard_streams.flush_standard_streams()
         os._exit(code)
 
     threading.Thread(target=end, name="ddprun-end", daemon=True).start()
@@ -245,7 +247,7 @@ def cores() -> float:
     """Processor cores that this process may use: by affinity and by the container's quota."""
     count: float = len(os.sched_getaffinity(0))
     try:
-        quota, period = _QUOTA.read_text("ascii").split()
+        quota, period = _CGROUP_CPU_MAX.read_text("ascii").split()
         return min(count, round(int(quota) / int(period), 1))
     except (OSError, ValueError):
         return count

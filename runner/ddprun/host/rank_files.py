@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from ddprun.host.dev_shm import SHM_FOLDER
-from ddprun.host.processes import own_locks, send_signal, state_and_parent
+from ddprun.host.processes import lock_descriptors, send_signal, state_and_parent
 from ddprun.run_files import replace_atomically
 
 SCRATCH_VARIABLE = "DDPRUN_SCRATCH"  # names a folder of this launcher's own, gone when it ends
 MEMORY_VARIABLE = "DDPRUN_MEMORY"  # the same, in shared memory
-SHORT_PARENT = Path("/tmp")  # where a folder's path is short enough for sockets, whatever TMPDIR says
+SHORT_PATH_PARENT = Path("/tmp")  # where a folder's path is short enough for sockets, whatever TMPDIR says
 # With what tells hosts apart, which may share TMPDIR: each sees only its own processes' locks on folders.
 _PREFIX = f"ddprun-launch-{zlib.crc32(os.uname().nodename.encode()):08x}-"
 _RUN_DIR, _OUTCOME, _CHECKPOINT, _PIDS = "run_dir", "outcome", "checkpoint", "pids"
@@ -37,7 +37,7 @@ def temporary_launcher_folder(parent: Path | None = None) -> Iterator[Path]:
     remove_dead_launcher_folders()
     folder = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=parent))
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    own_locks.add(handle)
+    lock_descriptors.add(handle)
     try:
         # On the folder itself, which is also how one tells cleaners of temporary files to leave it.
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -46,14 +46,14 @@ def temporary_launcher_folder(parent: Path | None = None) -> Iterator[Path]:
         (folder / _OUTCOME).write_text(" " * _OUTCOME_WIDTH)
         yield folder
     finally:
-        if handle in own_locks:  # else this is a fork of the launcher
+        if handle in lock_descriptors:  # else this is a fork of the launcher
             shutil.rmtree(folder, ignore_errors=True)
-            own_locks.remove(handle)
+            lock_descriptors.remove(handle)
             os.close(handle)
 
 
 @contextmanager
-def launcher_memory() -> Iterator[Path | None]:
+def temporary_memory_folder() -> Iterator[Path | None]:
     """A folder in shared memory for a launcher, of this user alone, gone afterwards: a process that waits for
     the launcher's end removes it, however the launcher ends. None: there is no shared memory.
     """
@@ -71,7 +71,7 @@ def launcher_memory() -> Iterator[Path | None]:
 
 def remove_dead_launcher_folders() -> None:
     """Remove the folders of launchers that are no more, on disk and in shared memory."""
-    parents = {Path(tempfile.gettempdir()), SHORT_PARENT, SHM_FOLDER}
+    parents = {Path(tempfile.gettempdir()), SHORT_PATH_PARENT, SHM_FOLDER}
     for folder in chain.from_iterable(parent.glob(f"{_PREFIX}*") for parent in parents):
         with suppress(OSError):  # another user's, or another launcher was faster
             if folder.stat().st_uid == os.geteuid():
@@ -92,14 +92,14 @@ def attempt_folder() -> Path | None:
 
 def report_run_dir(folder: Path) -> None:
     """Note the run's folder for ranks that are started after a failure: they resume in it."""
-    _write(_RUN_DIR, str(folder))
+    _write_launcher_file(_RUN_DIR, str(folder))
 
 
 def read_run_dir(scratch: Path | None = None) -> Path | None:
     """The run's folder, as ranks have noted it in the folder `scratch` of their launcher (None: the launcher
     of this rank); None if there is no note.
     """
-    found = _read(scratch or _find_launcher_folder(), _RUN_DIR)
+    found = _read_launcher_file(scratch or _find_launcher_folder(), _RUN_DIR)
     return None if found is None else Path(found)
 
 
@@ -119,30 +119,33 @@ def report_outcome_and_exit_code(code: int) -> int:
 
 def read_outcome(scratch: Path) -> int | None:
     """The exit code that ranks have left; None if the run has not ended."""
-    code: int | None = _read(scratch, _OUTCOME)
+    code: int | None = _read_launcher_file(scratch, _OUTCOME)
     return code
 
 
 def report_checkpoint(enqueued_ns: int) -> None:
     """Tell the launcher that the checkpoint enqueued then, by the monotonic clock, is over."""
-    _write(_CHECKPOINT, enqueued_ns)
+    _write_launcher_file(_CHECKPOINT, enqueued_ns)
 
 
 def last_checkpoint_ns(scratch: Path) -> int:
     """When the last checkpoint that is over was enqueued; 0: none is."""
-    enqueued_ns: int = _read(scratch, _CHECKPOINT) or 0
+    enqueued_ns: int = _read_launcher_file(scratch, _CHECKPOINT) or 0
     return enqueued_ns
 
 
 def report_error_for_restart(error: list[str | int | None]) -> None:
     """Note how a rank has failed, for ranks that are started after that."""
-    _write(_ERROR, [_restart_count(), error])
+    _write_launcher_file(_ERROR, [_restart_count(), error])
 
 
 def previous_attempt_error() -> list[str | int | None] | None:
     """How a rank of this host failed when they last ran; None if none did, or under another launcher."""
     scratch = os.environ.get(SCRATCH_VARIABLE)
-    start, error = _read(None if scratch is None else Path(scratch), _ERROR) or (_restart_count(), None)
+    start, error = _read_launcher_file(None if scratch is None else Path(scratch), _ERROR) or (
+        _restart_count(),
+        None,
+    )
     return None if start == _restart_count() else error
 
 
@@ -191,14 +194,14 @@ def _find_launcher_folder() -> Path | None:
     return None if error_file is None else Path(error_file).parents[2]
 
 
-def _write(name: str, value: Any) -> None:
+def _write_launcher_file(name: str, value: Any) -> None:
     """Write JSON in the launcher's folder; if that fails, as on a full disk, the run continues without."""
     if (scratch := _find_launcher_folder()) is not None:
         with suppress(OSError), replace_atomically(scratch, name) as file:
             file.write(json.dumps(value).encode())
 
 
-def _read(scratch: Path | None, name: str) -> Any:
+def _read_launcher_file(scratch: Path | None, name: str) -> Any:
     """What a file in a launcher's folder holds; None if there is none."""
     try:
         return None if scratch is None else json.loads((scratch / name).read_bytes())

@@ -8,8 +8,8 @@ import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ddprun.observer.marks import EagerHook
 from ddprun.observer.run import ObservedRun, observe
+from ddprun.observer.step_marker import EagerHook
 
 try:
     from transformers import TrainerCallback, TrainerState, TrainingArguments
@@ -29,9 +29,11 @@ class ObserveCallback(TrainerCallback):
         self._options = options
         self._wrappers = weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[torch.nn.Module]]()
         self._shares = 1  # how many losses, one for each rank and forward pass, add up to the step's
-        register_module_module_registration_hook(self._note_ddp)  # a callback is given the model inside
+        register_module_module_registration_hook(
+            self._record_ddp_wrapper
+        )  # a callback is given the model inside
 
-    def _note_ddp(self, wrapper: torch.nn.Module, name: str, model: torch.nn.Module | None) -> None:
+    def _record_ddp_wrapper(self, wrapper: torch.nn.Module, name: str, model: torch.nn.Module | None) -> None:
         if isinstance(wrapper, DistributedDataParallel) and model is not None:
             self._wrappers[model] = weakref.ref(wrapper)  # in place of an earlier Trainer's
 

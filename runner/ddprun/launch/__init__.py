@@ -6,10 +6,10 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddprun import EXIT_BAD_INPUT, EXIT_FAILURE, LAUNCHED_VARIABLE
+from ddprun import EXIT_BAD_INPUT, EXIT_FAILURE, LAUNCHED_BY_DDPRUN_VARIABLE
 from ddprun.config import LoadedPipeline
 from ddprun.host.code_folders import UnsafeFolderError, private_code_caches
-from ddprun.host.network import public_warning, resolve_addresses
+from ddprun.host.network import public_address_warning, resolve_addresses
 from ddprun.host.processes import (
     file_limit_hint,
     force_exit_after_delay,
@@ -43,19 +43,19 @@ def start(loaded: LoadedPipeline, flags: Flags, run_dir: Path | None, *, resumin
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if launcher is not None and not launcher.starts_ranks:  # this process is a rank
         with ExitStack() as stack:
-            if LAUNCHED_VARIABLE not in os.environ:
+            if LAUNCHED_BY_DDPRUN_VARIABLE not in os.environ:
                 try:
                     stack.enter_context(private_code_caches(stack.enter_context(temporary_launcher_folder())))
                 except (UnsafeFolderError, OSError) as error:
                     if os.environ.get("LOCAL_RANK", "0") == "0":
                         say(error)
                     return EXIT_BAD_INPUT
-            code = _be_rank(loaded, launcher, run_dir, resuming)
+            code = _run_as_rank(loaded, launcher, run_dir, resuming)
         force_exit_after_delay(code, int(os.environ["RANK"]), loaded.secrets.redact)
         return code
     loaded.check_environment()
     # What the ranks inherit.
-    os.environ[LAUNCHED_VARIABLE] = "1"
+    os.environ[LAUNCHED_BY_DDPRUN_VARIABLE] = "1"
     os.environ["PYTHONSAFEPATH"] = "1"  # as `python -P`: the working directory shadows no package
     # As torchrun sets it, for one rank too: the same number of threads gives the same bits.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -73,7 +73,7 @@ def start(loaded: LoadedPipeline, flags: Flags, run_dir: Path | None, *, resumin
             # of a container has no default for SIGTERM and SIGHUP. Nothing is running yet, so ending at once
             # loses nothing; torchelastic puts its own handlers in place of these.
             hard_exit_on_signals(folder)
-            from ddprun.launch.local import launch
+            from ddprun.launch.host_ranks import launch_host_ranks
 
             if launcher is not None:
                 if launcher.is_first:
@@ -82,22 +82,24 @@ def start(loaded: LoadedPipeline, flags: Flags, run_dir: Path | None, *, resumin
                     if least < most and "nnodes" in launcher.flags.keys() - flags.keys():
                         say("warning: launch.nnodes is a range, but hosts cannot leave or join a Slurm step")
                 flags = {**launcher.flags, **flags}
-            return launch(loaded, flags, run_dir, folder, server, resuming=resuming)
+            return launch_host_ranks(loaded, flags, run_dir, folder, server, resuming=resuming)
     except OSError as error:
         say(loaded.secrets.redact(f"cannot start the ranks: {error}{file_limit_hint(error)}"))
         return EXIT_FAILURE
 
 
-def _be_rank(loaded: LoadedPipeline, launcher: Launcher, run_dir: Path | None, resuming: "ResumeMode") -> int:
+def _run_as_rank(
+    loaded: LoadedPipeline, launcher: Launcher, run_dir: Path | None, resuming: "ResumeMode"
+) -> int:
     gc.disable()  # collecting what an import leaves takes a fifth of its time; `run_worker` enables it again
     from ddprun.engine.worker import run_worker
 
     for name, value in launcher.variables.items():
         os.environ.setdefault(name, value)
     address = os.environ["MASTER_ADDR"]
-    if LAUNCHED_VARIABLE not in os.environ and launcher.is_first:
+    if LAUNCHED_BY_DDPRUN_VARIABLE not in os.environ and launcher.is_first:
         say(f"started by {launcher.summary}")
-        if warning := public_warning(address):
+        if warning := public_address_warning(address):
             say(warning)
     if os.environ.get("LOCAL_RANK", "0") == "0" and not resolve_addresses(address):
         # In Kubernetes a name may be known only later: torch asks again and again.

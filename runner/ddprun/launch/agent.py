@@ -24,14 +24,14 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.launcher.api import LaunchConfig, _get_addr_and_port
 
-from ddprun import EXIT_BAD_INPUT, EXIT_REPEATED
+from ddprun import EXIT_BAD_INPUT, EXIT_REPEATED_FAILURE
 from ddprun.config import LoadedPipeline
 from ddprun.host import network, rank_files
-from ddprun.host.processes import END_RANK, end_leftovers, run_in_daemon_thread, send_signal
+from ddprun.host.processes import END_RANK_SIGNAL, end_leftovers, run_in_daemon_thread, send_signal
 from ddprun.launch.flags import SHUTDOWN_VARIABLE, rendezvous_parameters
 from ddprun.launch.fork_server import ForkServer
-from ddprun.launch.lifeline import Lifeline
-from ddprun.launch.rendezvous import make_handler
+from ddprun.launch.host_keepalive import HostKeepalive
+from ddprun.launch.rendezvous import make_rendezvous_handler
 from ddprun.standard_streams import say
 from ddprun.watchdog.launcher_watchdog import connecting_ranks
 from ddprun_hooks.errors import format_ranks
@@ -41,7 +41,7 @@ _CHECKPOINT_S = 30.0  # longest wait for a checkpoint before ranks are ended tha
 
 _EXIT_BARRIER_S = 30.0  # hosts wait so long for each other at the end, to which all come at about one time
 _LEFT_KEY = "ddprun/left"
-_FORCED_KILL_S = 1  # from END_RANK to SIGKILL where somebody has asked twice
+_FORCED_KILL_S = 1  # from END_RANK_SIGNAL to SIGKILL where somebody has asked twice
 _TICK_S = 0.05
 
 _ASK_EVERY_S = 1.0
@@ -59,13 +59,13 @@ class _RankHandler(SubprocessHandler):
         forked, redirected = None, self._stdout is not None or self._stderr is not None
         # The program may also be a tool that binds a rank to cores.
         if self._server is not None and args[0] == sys.executable and not redirected:
-            forked = self._server.start(args[args.index("ddprun") + 1 :], env)
+            forked = self._server.fork_process(args[args.index("ddprun") + 1 :], env)
         return forked or super()._popen(args, env)
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
         """End the rank. What it has started gets SIGTERM, with its whole process group, and can clear up."""
-        if death_sig is END_RANK:
-            send_signal([self.proc.pid], END_RANK)
+        if death_sig is END_RANK_SIGNAL:
+            send_signal([self.proc.pid], END_RANK_SIGNAL)
             death_sig = signal.SIGTERM
         super().close(death_sig)
 
@@ -82,7 +82,7 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, config.logs_specs, exit_barrier_timeout=_EXIT_BARRIER_S)
         self._close_s = int(os.environ.get(SHUTDOWN_VARIABLE, _SHUTDOWN_TIMEOUT_S))
         self._scratch, self._loaded, self._min_nodes = scratch, loaded, config.min_nodes
-        self._lifeline: Lifeline | None = None  # to the other hosts, while restarts are left
+        self._lifeline: HostKeepalive | None = None  # to the other hosts, while restarts are left
         self._address: str | None = None  # of this host, which the others reach
         if config.max_restarts and config.max_nodes > 1:
             self._address = network.address_towards(config.rdzv_endpoint)
@@ -110,12 +110,12 @@ class Agent(LocalElasticAgent):
                 f"{present} of at least {self._min_nodes} hosts; the others were considered lost, as when "
                 "clocks are seconds apart: `ddprun doctor` compares them"
             )
-        self.close_lifeline()
+        self.close_keepalive()
         if self._address is not None and present > 1 and self._remaining_restarts:
             index = worker_group.group_rank or 0
             # They would wait for those of a host that is cut off; one that is being started is killed later.
             kill_ranks = partial(rank_files.signal_ranks, self._scratch, signal.SIGKILL)
-            self._lifeline = Lifeline(self._store, index, present, self._address, kill_ranks)
+            self._lifeline = HostKeepalive(self._store, index, present, self._address, kill_ranks)
         here = [worker.global_rank for worker in worker_group.workers]
         if 0 not in here:  # else its progress is on this screen
             size, address = worker_group.workers[0].world_size, worker_group.master_addr
@@ -130,7 +130,7 @@ class Agent(LocalElasticAgent):
             raise SignalException(f"left by {self.leaving_signal.name}", self.leaving_signal)
         result: RunResult = super()._monitor_workers(worker_group)
         going_well = result.state in (WorkerState.HEALTHY, WorkerState.SUCCEEDED)
-        if going_well and (early := self._ended_early(worker_group)):
+        if going_well and (early := self._find_early_exits(worker_group)):
             result = RunResult(state=WorkerState.FAILED, failures=early)
         if result.state == WorkerState.HEALTHY:
             self._raise_if_run_ended_elsewhere(worker_group)
@@ -143,12 +143,12 @@ class Agent(LocalElasticAgent):
             raise SignalException(f"ended by {self.stop_signal.name}", self.stop_signal)
         failures: dict[int, ProcessFailure] = result.failures
         codes = {failure.exitcode for failure in failures.values()}
-        if EXIT_REPEATED in codes:
+        if EXIT_REPEATED_FAILURE in codes:
             say(
                 "not starting the ranks again: they failed the same way before, at the same step, "
                 "and no checkpoint has come since"
             )
-        if codes & {EXIT_BAD_INPUT, EXIT_REPEATED}:
+        if codes & {EXIT_BAD_INPUT, EXIT_REPEATED_FAILURE}:
             raise ChildFailedError("ddprun", failures)
         if run_in_daemon_thread(partial(self._store.check, [_LEFT_KEY])).result():
             say("a host has left: starting the ranks again")
@@ -157,12 +157,12 @@ class Agent(LocalElasticAgent):
         if left := self._remaining_restarts:
             most = worker_group.spec.max_restarts
             cut_off = self._lifeline is not None and self._lifeline.lost_host is not None
-            found = "" if cut_off else unexplained_exits(failures)
+            found = "" if cut_off else describe_unexplained_exits(failures)
             cause = f"{found}; " if found else ""
             say(f"{cause}starting the ranks again (restart {most - left + 1} of {most})")
         return result
 
-    def close_lifeline(self) -> None:
+    def close_keepalive(self) -> None:
         """No longer watch the other hosts."""
         if self._lifeline is not None:
             self._lifeline.close()
@@ -181,7 +181,7 @@ class Agent(LocalElasticAgent):
         if now - self._ended_elsewhere_at > _CONNECTING_S:
             raise RendezvousClosedError
 
-    def _ended_early(self, worker_group: WorkerGroup) -> dict[int, ProcessFailure]:
+    def _find_early_exits(self, worker_group: WorkerGroup) -> dict[int, ProcessFailure]:
         """Ranks that have ended with exit code 0 although the run is not over: to torchelastic a success."""
         started: Any = self._pcontext
         ended = {
@@ -201,7 +201,7 @@ class Agent(LocalElasticAgent):
         def close_in_time(death_sig: signal.Signals | None = None, timeout: int | None = None) -> None:
             # Torch 2.11 hands no timeout on, and newer torch 30 s where a rank fails. `death_sig` may be a
             # signal that is no end to a rank.
-            close(END_RANK, _FORCED_KILL_S if self.kill_at_once else self._close_s)
+            close(END_RANK_SIGNAL, _FORCED_KILL_S if self.kill_at_once else self._close_s)
             end_leftovers(started.values(), self._loaded.secrets.redact)
 
         setattr(self._pcontext, "close", close_in_time)  # noqa: B010 (a method, to mypy)
@@ -243,7 +243,7 @@ def make_agent(
         local_world_size=config.nproc_per_node,
         entrypoint=program,
         args=tuple(arguments),
-        rdzv_handler=run_in_daemon_thread(partial(make_handler, parameters)).result(),
+        rdzv_handler=run_in_daemon_thread(partial(make_rendezvous_handler, parameters)).result(),
         max_restarts=config.max_restarts,
         monitor_interval=config.monitor_interval,
         master_addr=master_addr,
@@ -253,16 +253,16 @@ def make_agent(
     return Agent(spec, config, scratch, loaded)
 
 
-def unexplained_exits(failures: Mapping[int, ProcessFailure]) -> str:
+def describe_unexplained_exits(failures: Mapping[int, ProcessFailure]) -> str:
     """Which ranks have ended without a message of their own: killed, or with exit code 0 too early; else
-    nothing. When one has failed the others are ended with END_RANK.
+    nothing. When one has failed the others are ended with END_RANK_SIGNAL.
     """
     codes = {rank: failure.exitcode for rank, failure in sorted(failures.items())}
     if early := [rank for rank, code in codes.items() if code == 0]:
         who = format_ranks(early)
         return f"{who} ended with exit code 0 before the run was over, as os._exit in its own code does"
     by = {rank: signal.Signals(-code) for rank, code in codes.items() if code < 0}
-    others = {rank: number for rank, number in by.items() if number is not END_RANK}
+    others = {rank: number for rank, number in by.items() if number is not END_RANK_SIGNAL}
     if not others and len(failures) > len(by):
         return ""
     found = []

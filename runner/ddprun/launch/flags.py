@@ -17,11 +17,11 @@ from ddprun.host.device import default_rank_count
 from ddprun.launch.launcher import Flags, flag_or_variable, parse_host_range, parse_rank_count
 from ddprun.standard_streams import say
 
-SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # seconds from END_RANK to SIGKILL
+SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # seconds from END_RANK_SIGNAL to SIGKILL
 # For runs whose ranks may be started again: seconds for which hosts wait for more of them once there are
 # enough; between two signs of life; how many of these may be missing; seconds until the store has to answer.
 # With torchelastic's own 30, 5, 3 and 60 the others resume 45 s after a host is lost.
-_ELASTIC_CONF = {
+_RESTART_RDZV_CONF = {
     "last_call_timeout": "3",
     "keep_alive_interval": "1",
     "keep_alive_max_attempt": "5",
@@ -38,7 +38,7 @@ def flags_from_file(loaded: LoadedPipeline, flags: Flags) -> dict[str, str | boo
     return {name: str(value) for name, value in found.items() if not flag_or_variable(flags, name)}
 
 
-def torchrun_args(flags: Flags, command: Sequence[str]) -> object:
+def parse_torchrun_flags(flags: Flags, command: Sequence[str]) -> object:
     """Torchrun's own reading of its flags, with what its `main` adds for a single host.
 
     Raises ValueError or LauncherError for flags, or a variable, that cannot be used.
@@ -130,7 +130,7 @@ def may_restart(config: LaunchConfig) -> bool:
 
 def rendezvous_parameters(config: LaunchConfig, **overrides: Any) -> RendezvousParameters:
     """As torch.distributed.launcher.api.launch_agent has them, with other values of `--rdzv-conf`."""
-    defaults = _ELASTIC_CONF if may_restart(config) and config.rdzv_backend != "static" else {}
+    defaults = _RESTART_RDZV_CONF if may_restart(config) and config.rdzv_backend != "static" else {}
     return RendezvousParameters(
         backend=config.rdzv_backend,
         endpoint=config.rdzv_endpoint,

@@ -30,17 +30,17 @@ from typing import Any, NoReturn
 
 import psutil
 
-from ddprun.host.code_folders import prepare_imports
+from ddprun.host.code_folders import add_import_folder
 from ddprun.host.processes import (
     adopting_orphans,
     close_inherited_files,
     die_with_launcher,
     die_with_parent,
 )
-from ddprun.standard_streams import flush, print_stderr, say
+from ddprun.standard_streams import flush_standard_streams, print_stderr, say
 
-_MODULES = ("ddprun.engine.worker", "torch._dynamo")  # DDP and optimizers would import the second
-_SENT_TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # by a terminal, or Slurm
+_PRELOADED_MODULES = ("ddprun.engine.worker", "torch._dynamo")  # DDP and optimizers would import the second
+_GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # by a terminal, or Slurm
 _GPU_FILES = ("/dev/nvidia", "/dev/kfd")
 _PID_BYTES = 32
 _PR_SET_NAME, _IONBF = 15, 2  # of Linux, and of its C libraries
@@ -60,17 +60,19 @@ class ForkServer:
 
     def __init__(self, modules: Sequence[str], folder: Path, redact: Callable[[str], str] = str) -> None:
         ours, theirs = socket.socketpair()
-        flush()
+        flush_standard_streams()
         launcher = os.getpid()
         self._pid = os.fork()
         if self._pid == 0:
             ours.close()
-            _serve(theirs, launcher, partial(_import_all, modules, folder, redact))
+            _serve(theirs, launcher, partial(_import_and_check_forkable, modules, folder, redact))
         theirs.close()
         self._socket = ours
         self._replies = ours.makefile("r", encoding="utf-8")
 
-    def start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> "ForkedProcess | None":
+    def fork_process(
+        self, arguments: Sequence[str], environment: Mapping[str, str]
+    ) -> "ForkedProcess | None":
         """Fork a process that is `ddprun` with these arguments and variables. Gives None if the server cannot
         fork, or has ended.
         """
@@ -111,8 +113,8 @@ class ForkedProcess(psutil.Process):
 def _serve(requests: socket.socket, launcher: int, import_all: Callable[[], bool]) -> NoReturn:
     """What the server does; it never returns to the launcher's frames."""
     try:
-        handlers = {number: signal.getsignal(number) for number in _SENT_TO_ALL}
-        for number in _SENT_TO_ALL:
+        handlers = {number: signal.getsignal(number) for number in _GROUP_SIGNALS}
+        for number in _GROUP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         die_with_parent(launcher)
         close_inherited_files(keep=requests.fileno())
@@ -134,15 +136,15 @@ def _serve(requests: socket.socket, launcher: int, import_all: Callable[[], bool
         os._exit(0)
 
 
-def _import_all(modules: Sequence[str], folder: Path, redact: Callable[[str], str]) -> bool:
+def _import_and_check_forkable(modules: Sequence[str], folder: Path, redact: Callable[[str], str]) -> bool:
     """Import all modules; whether the process can be forked after that."""
     gc.disable()  # collections would take a fifth of the time, and free little
     try:
-        for name in _MODULES:
+        for name in _PRELOADED_MODULES:
             importlib.import_module(name)
     except Exception:
         return False  # a rank that starts as a fresh process says why
-    prepare_imports(folder)
+    add_import_folder(folder)
     for name in modules:
         try:
             importlib.import_module(name)
@@ -156,7 +158,7 @@ def _import_all(modules: Sequence[str], folder: Path, redact: Callable[[str], st
     found = []
     if len(os.listdir("/proc/self/task")) > 1:
         found.append("starts threads")
-    if any(_target(name).startswith(_GPU_FILES) for name in os.listdir("/proc/self/fd")):
+    if any(_descriptor_target(name).startswith(_GPU_FILES) for name in os.listdir("/proc/self/fd")):
         found.append("opens a GPU")
     if found:
         names = ", ".join(modules) or "torch"
@@ -164,7 +166,7 @@ def _import_all(modules: Sequence[str], folder: Path, redact: Callable[[str], st
     return not found
 
 
-def _target(descriptor: str) -> str:
+def _descriptor_target(descriptor: str) -> str:
     with suppress(OSError):  # the one of the listing is gone
         return os.readlink(f"/proc/self/fd/{descriptor}")
     return ""
@@ -195,14 +197,14 @@ def _fork_rank(request: Mapping[str, Any], requests: socket.socket, handlers: _H
         os.write(writer, str(os.getpid()).encode())
         for descriptor in (reader, writer, requests.fileno()):
             os.close(descriptor)
-        _be_rank(request)
+        _become_rank(request)
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(1)
 
 
-def _be_rank(request: Mapping[str, Any]) -> NoReturn:
+def _become_rank(request: Mapping[str, Any]) -> NoReturn:
     """Do what `execve` and the start of Python do, then be `python -u -m ddprun`."""
     os.environ.clear()
     os.environ.update(request["environment"])
@@ -214,17 +216,17 @@ def _be_rank(request: Mapping[str, Any]) -> NoReturn:
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_NAME, b"python")  # `pkill ddprun` is for the launcher
     libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, _IONBF, ctypes.c_size_t(0))
-    end_process(_main)
+    run_main_and_exit(_run_cli)
 
 
-def _main() -> int:
+def _run_cli() -> int:
     from ddprun.cli import main
 
     die_with_launcher()
     return main()
 
 
-def end_process(main: Callable[[], int]) -> NoReturn:
+def run_main_and_exit(main: Callable[[], int]) -> NoReturn:
     """Call `main` and end this forked process with its exit code, after the clean-up that Python does."""
     code: Any = 1
     try:
@@ -245,5 +247,5 @@ def end_process(main: Callable[[], int]) -> NoReturn:
 
 def _flush_python_and_c_streams() -> None:
     """Write what waits in the buffers of Python's and C's streams."""
-    flush()
+    flush_standard_streams()
     ctypes.CDLL(None).fflush(None)

@@ -56,7 +56,7 @@ def detect_launcher(environment: Mapping[str, str], flags: Flags) -> Launcher | 
         return _launcher_from_rank_variables("torchrun", environment, flags)
     if "PET_NODE_RANK" in environment or "PET_MASTER_ADDR" in environment:
         # Torchrun's own code reads these variables as its flags.
-        nodes, node = environment.get("PET_NNODES", "1"), _number(environment, "PET_NODE_RANK", 0)
+        nodes, node = environment.get("PET_NNODES", "1"), _read_number(environment, "PET_NODE_RANK", 0)
         if not (most := nodes.rpartition(":")[2]).isdecimal() or node >= int(most):
             raise LauncherError(f"PET_NODE_RANK is {node}, and PET_NNODES {nodes}; hosts count from 0")
         return Launcher(f"Kubeflow Trainer's variables (PET_…): host {node} of {nodes}", is_first=node == 0)
@@ -76,7 +76,7 @@ def detect_launcher(environment: Mapping[str, str], flags: Flags) -> Launcher | 
 
 def _launcher_from_rank_variables(name: str, environment: Mapping[str, str], flags: Flags) -> Launcher:
     missing = [variable for variable in ("RANK", "WORLD_SIZE") if variable not in environment]
-    rank, size = _number(environment, "RANK", 0), _number(environment, "WORLD_SIZE", 1)
+    rank, size = _read_number(environment, "RANK", 0), _read_number(environment, "WORLD_SIZE", 1)
     if size > 1 or "RANK" not in environment:
         missing += [variable for variable in ("MASTER_ADDR", "MASTER_PORT") if variable not in environment]
     if missing:
@@ -86,7 +86,10 @@ def _launcher_from_rank_variables(name: str, environment: Mapping[str, str], fla
         )
     if rank >= size:
         raise LauncherError(f"RANK is {rank} of WORLD_SIZE {size}; ranks count from 0")
-    local, local_size = _number(environment, "LOCAL_RANK", 0), _number(environment, "LOCAL_WORLD_SIZE", size)
+    local, local_size = (
+        _read_number(environment, "LOCAL_RANK", 0),
+        _read_number(environment, "LOCAL_WORLD_SIZE", size),
+    )
     if local >= local_size:
         raise LauncherError(f"LOCAL_RANK is {local} of LOCAL_WORLD_SIZE {local_size}; ranks count from 0")
     if local_size > size:
@@ -103,8 +106,8 @@ def _srun_launcher(environment: Mapping[str, str], flags: Flags) -> Launcher | N
     """A task of a step; outside of srun, as in a batch script, there is no step."""
     if not {"SLURM_STEP_ID", "SLURM_PROCID"} <= set(environment):
         return None
-    task, tasks = _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_STEP_NUM_TASKS")
-    node, nodes = _number(environment, "SLURM_NODEID"), _number(environment, "SLURM_STEP_NUM_NODES")
+    task, tasks = _read_number(environment, "SLURM_PROCID"), _read_number(environment, "SLURM_STEP_NUM_TASKS")
+    node, nodes = _read_number(environment, "SLURM_NODEID"), _read_number(environment, "SLURM_STEP_NUM_NODES")
     on_node = _parse_tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
     if len(on_node) != nodes or sum(on_node) != tasks or task >= tasks or node >= nodes:
         raise LauncherError(
@@ -124,7 +127,7 @@ def _srun_launcher(environment: Mapping[str, str], flags: Flags) -> Launcher | N
     variables = {
         "RANK": str(task),
         "WORLD_SIZE": str(tasks),
-        "LOCAL_RANK": str(_number(environment, "SLURM_LOCALID")),
+        "LOCAL_RANK": str(_read_number(environment, "SLURM_LOCALID")),
         "LOCAL_WORLD_SIZE": str(on_node[node]),
         "GROUP_RANK": str(node),
         "GROUP_WORLD_SIZE": str(nodes),
@@ -144,7 +147,7 @@ def _refuse_start_flags(name: str, flags: Flags) -> None:
             )
 
 
-def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+def _read_number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = environment.get(name)
     if text is None and default is not None:
         return default

@@ -44,7 +44,7 @@ _ALLOWED_STATE_CLASSES = {
 }
 
 
-def make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
+def make_rendezvous_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     """The handler for these parameters; raises ValueError for a wrong one, api.RendezvousConnectionError."""
     if parameters.backend in ("static", "c10d") and parameters.max_nodes == 1:
         return SingleHostRendezvous(parameters.run_id)
@@ -53,7 +53,7 @@ def make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
         handler = create_handler(store, _CheckedC10dBackend(store, parameters.run_id), parameters)
         # Torchelastic caches the state for 1 s, and sleeps for 1 s between reads while it waits for hosts.
         handler._state_holder._cache_duration = _POLL_S  # type: ignore[attr-defined]
-        dynamic_rendezvous._delay = _poll_often
+        dynamic_rendezvous._delay = _capped_delay
         # The store for ranks listens on one address, too.
         handler._create_tcp_store_server = partial(  # type: ignore[method-assign]
             open_store, serve=True, timeout=_RANK_STORE_TIMEOUT
@@ -62,13 +62,13 @@ def make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     found = rendezvous.get_rendezvous_handler(parameters)  # static: checks the parameters, and opens nothing
     if parameters.backend == "static" and isinstance(found, StaticTCPRendezvous):
         timeout_s = round(found.timeout.total_seconds())
-        found = _StaticOnOneAddress(
+        found = _StaticRendezvousOnOneAddress(
             found.master_addr, found.master_port, found.rank, found.world_size, found.run_id, timeout_s
         )
     return found
 
 
-def _poll_often(seconds: float | tuple[float, float]) -> None:
+def _capped_delay(seconds: float | tuple[float, float]) -> None:
     """Wait as torchelastic does while it looks for other hosts, but not for as long."""
     _delay(seconds if isinstance(seconds, tuple) else min(seconds, _POLL_S))
 
@@ -88,7 +88,7 @@ class SingleHostRendezvous(StaticTCPRendezvous):
         return RendezvousInfo(HashStore(), 0, 1, address)
 
 
-class _StaticOnOneAddress(StaticTCPRendezvous):
+class _StaticRendezvousOnOneAddress(StaticTCPRendezvous):
     def next_rendezvous(self) -> RendezvousInfo:
         if self._store is None:
             self._store = open_store(

@@ -25,44 +25,44 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddprun import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_SUCCESS, LAUNCHED_VARIABLE, __version__
+from ddprun import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_SUCCESS, LAUNCHED_BY_DDPRUN_VARIABLE, __version__
 from ddprun.config import load_trackers
 from ddprun.engine.failures import (
     FailureContext,
     append_to_rank_log,
-    open_ranks,
+    make_ranks_and_watchdog,
     wait_for_first_failure,
     write_failure_summary,
 )
 from ddprun.engine.nonfinite import FiniteCheck
-from ddprun.engine.reporter import Reporter, check_trackers, open_trackers
-from ddprun.engine.run_folder import RunFolderError, make_folder, new_folder, ranks_without
+from ddprun.engine.reporter import Reporter, check_tracker_packages, open_trackers
+from ddprun.engine.run_folder import RunFolderError, create_run_folder, default_run_folder, ranks_not_seeing
 from ddprun.host import rank_files
-from ddprun.observer.marks import StepMarker, TimedLoader, sends_buffers
+from ddprun.observer.step_marker import StepMarker, TimedLoader, sends_buffers
 from ddprun.parallel.ddp import sparse_parameters
-from ddprun.parallel.ranks import Environment, Ranks
+from ddprun.parallel.ranks import RankEnvironment, Ranks
 from ddprun.standard_streams import say
 from ddprun.telemetry.clock import clock_for
 from ddprun.telemetry.progress import Screen
 from ddprun.telemetry.recorder import AgreedSteps, StepRecorder
 from ddprun.telemetry.records import StageStarted, Summary
-from ddprun.telemetry.steps import summary_fields
+from ddprun.telemetry.step_timing import summary_fields
 from ddprun.telemetry.stragglers import StragglerDetector
-from ddprun.telemetry.writer import RecordFiles, log_event, versions, write_summary
+from ddprun.telemetry.writer import RecordCollector, log_event, versions, write_summary
 from ddprun.track import RunInfo
 from ddprun.units import format_count
-from ddprun_hooks.comm.control import open_control_channel
+from ddprun_hooks.comm.control_channel import open_control_channel
 from ddprun_hooks.errors import format_ranks
 from ddprun_hooks.registry import AnyHook, make_stack
-from ddprun_hooks.standalone import Handle, attach, backend_of, check_model, device_of
+from ddprun_hooks.standalone import Handle, backend_of, check_model, device_of, register_stack
 
 _T = TypeVar("_T")
 
 _STRAGGLER_WINDOW, _STRAGGLER_OVER = 20, 0.1  # as `timings` in a pipeline has them by default
 _EXIT_WAIT_S = 5.0  # how long rank 0 waits for the others' totals when the script ends without `close`
-_SYNC = "every_step"
+_SYNC_POLICY = "every_step"
 _INTERRUPTED = "interrupted"  # in the store: a rank has been
-_observed = itertools.count()
+_run_counter = itertools.count()
 
 
 def _agree_on_folder(ranks: Ranks, run_dir: str | os.PathLike[str] | None, name: str) -> Path:
@@ -70,11 +70,11 @@ def _agree_on_folder(ranks: Ranks, run_dir: str | os.PathLike[str] | None, name:
 
     def make() -> list[str]:
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        folder = new_folder(name) if run_dir is None else Path(run_dir)
+        folder = default_run_folder(name) if run_dir is None else Path(run_dir)
         if restarts != "0":
             folder = folder.with_name(f"{folder.name}-restart-{restarts}")
         try:
-            make_folder(folder, {}, "run_dir")
+            create_run_folder(folder, {}, "run_dir")
         except RunFolderError as error:
             return ["", str(error)]
         return [str(folder), ""]
@@ -92,10 +92,10 @@ def _ddp_in(model: Any) -> Any:
     return found[0] if len(found) == 1 else model
 
 
-class _NotesOnly(Screen):
+class _NotesOnlyScreen(Screen):
     """Says what happens, and leaves the progress to the script."""
 
-    def step(self, done: int, agreed: AgreedSteps | None, own_loss: float, steps_per_s: float) -> None:
+    def show_step(self, done: int, agreed: AgreedSteps | None, own_loss: float, steps_per_s: float) -> None:
         """The script shows its own."""
 
 
@@ -161,27 +161,27 @@ class ObservedRun:
         stack, self._device = make_stack(hooks), device_of(model)
         settings, trackers = load_trackers(json.dumps(track, default=str), "track")
         settings.check_environment()
-        check_trackers(settings, trackers)
+        check_tracker_packages(settings, trackers)
         redact, redact_all = settings.secrets.redact, settings.secrets.redact_all
         self._name = name = name or Path(sys.argv[0]).stem or "script"
         if timeout_s is None:
             options: Any = dist.distributed_c10d._get_default_group()._get_backend(self._device).options
             timeout_s = options._timeout.total_seconds()
         self._context = context = FailureContext()
-        environment = replace(Environment.read(), rank=dist.get_rank(), world_size=dist.get_world_size())
-        self._ranks = ranks = open_ranks(environment, timeout_s, context)
+        environment = replace(RankEnvironment.read(), rank=dist.get_rank(), world_size=dist.get_world_size())
+        self._ranks = ranks = make_ranks_and_watchdog(environment, timeout_s, context)
         watchdog = ranks.watchdog
         watchdog.start()
         with ExitStack() as undo:
             undo.callback(watchdog.close)
-            ranks.adopt_process_group(f"ddprun-{next(_observed)}")
+            ranks.adopt_process_group(f"ddprun-{next(_run_counter)}")
             shown = _agree_on_folder(ranks, run_dir, name)
             self._shown = str(shown)  # the folder as it was given, for messages
             self.folder = context.run_dir = shown.absolute()
             if self._device.type == "cuda":
                 watchdog.device = self._device
             control = open_control_channel(ranks.timeout, watchdog)
-            self.hooks = attach(
+            self.hooks = register_stack(
                 model,
                 stack,
                 control,
@@ -192,8 +192,8 @@ class ObservedRun:
                 notes_buckets=not (sparse_parameters(model) or model.skip_all_reduce_unused_params),
             )
             self._backend = backend_of(self._device)
-            remote = ranks_without(self.folder, ranks)
-            self._records = RecordFiles(self.folder, control, remote, rank_files.attempt_folder())
+            remote = ranks_not_seeing(self.folder, ranks)
+            self._records = RecordCollector(self.folder, control, remote, rank_files.attempt_folder())
             clock = clock_for(self._device)
             self._recorder = recorder = StepRecorder(
                 clock=clock,
@@ -202,8 +202,8 @@ class ObservedRun:
                 every=every,
                 stragglers=StragglerDetector(_STRAGGLER_WINDOW, _STRAGGLER_OVER),
             )
-            recorder.ranks_may_differ = True
-            screen = _NotesOnly(redact, quiet=ranks.rank != 0)
+            recorder.exchanges_may_differ = True
+            screen = _NotesOnlyScreen(redact, quiet=ranks.rank != 0)
             self._reporter = reporter = Reporter(screen, recorder, self._records.writer, redact_all)
             self._began = time.monotonic()
             self._loss: float | None = None  # mean over ranks in the newest step whose loss is known
@@ -217,17 +217,17 @@ class ObservedRun:
             of_groups = (group["params"] for one in optimizers for group in one.param_groups)
             # By which the script's optimizers are known.
             params = model.parameters() if optimizer is None else itertools.chain(*of_groups)
-            calls = self.after_step, self.meet_if_due
+            calls = self.after_step, self.synchronize_if_due
             self.marks = StepMarker(self.hooks, recorder, watchdog, params, *calls)
             self.use_scaler(scaler)
             context.reporter, context.step = reporter, lambda: self.marks.step
-            stage = StageStarted(stage=0, sync=_SYNC, hooks=tuple(stack.names))
+            stage = StageStarted(stage=0, sync=_SYNC_POLICY, hooks=tuple(stack.names))
             for event in (recorder.compare_clocks(), stage):
                 log_event(reporter.events, event)
             reporter.begin_stage("train", None, steps_before=0, step=0)
             recorder.begin_stage([])
             self.marks.attach(model)
-            atexit.register(self._end_with_process)
+            atexit.register(self._close_at_exit)
             reporter.note(f"ddprun {__version__}: observing {name}, in {shown}")
             if ranks.rank == 0 and trackers:  # last, so that whatever fails before leaves none open
                 about = redact_all({"name": name, "hooks": list(stack.names), **settings.root.data()})
@@ -260,18 +260,18 @@ class ObservedRun:
         last half second, neither the mean loss nor how late other ranks were is known, and records of hosts
         that do not share the run's disk are lost.
         """
-        if not self._end(alone=False):
+        if not self._stop_observing(alone=False):
             return
         try:
-            self._progress(self._recorder.end_stage())
+            self._handle_agreed_steps(self._recorder.end_stage())
             if self._finite_check.first_nonfinite is None:
-                self._finite_check.check("continue", self.marks.step)
+                self._finite_check.check_parameters("continue", self.marks.step)
             self._records.collect()
         except BaseException as error:
             self._alone = True
-            self._fail(error)
+            self._record_failure(error)
             raise
-        self._finish(self._ranks.timeout.total_seconds())
+        self._write_run_summary(self._ranks.timeout.total_seconds())
 
     def __enter__(self) -> "ObservedRun":
         return self
@@ -279,15 +279,15 @@ class ObservedRun:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self.close()
-        elif self._end(alone=True):
-            self._fail(error)
+        elif self._stop_observing(alone=True):
+            self._record_failure(error)
 
     def after_step(self, exchanged: bool, at: object) -> None:
         """A step is over; `exchanged`: its gradients were averaged over ranks; `at`: where it ended."""
         agreed = self._recorder.end_step(exchanged=exchanged, at=at, alone=self._alone)
-        self._progress(agreed)
+        self._handle_agreed_steps(agreed)
 
-    def meet_if_due(self) -> None:
+    def synchronize_if_due(self) -> None:
         """All ranks are about to take a forward pass: compare clocks, look for the first value that is not
         finite, and tell each other from here on when each bucket was ready, once DDP's buckets stay the same.
         """
@@ -295,10 +295,10 @@ class ObservedRun:
         due = layout_is_new or self._clocks_are_due or self._finite_check_is_due
         if not due or self._told_of_skipped:
             return
-        self._progress(self._recorder.wait_for_messages())
+        self._handle_agreed_steps(self._recorder.wait_for_messages())
         if self._finite_check_is_due:
             self._finite_check_is_due = False
-            self._finite_check.check("continue", self.marks.step)
+            self._finite_check.check_parameters("continue", self.marks.step)
         if self._clocks_are_due:
             self._clocks_are_due = False
             log_event(self._reporter.events, self._recorder.compare_clocks())
@@ -306,16 +306,20 @@ class ObservedRun:
             self._layout_known = True
             self._recorder.begin_stage([self.hooks.params_by_bucket])
             self._reporter.log_start(
-                self._ranks, self._device, self._backend, pipeline=self._name, buckets=self.hooks.layout
+                self._ranks,
+                self._device,
+                self._backend,
+                pipeline=self._name,
+                buckets=self.hooks.bucket_layouts,
             )
 
-    def _progress(self, agreed: list[AgreedSteps]) -> None:
+    def _handle_agreed_steps(self, agreed: list[AgreedSteps]) -> None:
         self._clocks_are_due |= any(one.compare_clocks for one in agreed)
         if self._finite_check.first_nonfinite is None:
             self._finite_check_is_due |= any(one.nonfinite for one in agreed)
         if agreed and agreed[-1].loss is not None:
             self._loss = agreed[-1].loss
-        skipped = next((one.skipped for one in agreed if one.skipped is not None), None)
+        skipped = next((one.skipped_exchange for one in agreed if one.skipped_exchange is not None), None)
         if skipped is not None and not self._told_of_skipped:
             self._told_of_skipped = True
             step, ranks = skipped
@@ -324,33 +328,33 @@ class ObservedRun:
                 f"step {step}: {format_ranks(ranks)} exchanged no gradients, but the other ranks did: from "
                 "here on, gradients of different steps are averaged"
             )
-        self._reporter.progress(agreed, self.marks.step)
+        self._reporter.show_progress(agreed, self.marks.step)
 
     # The end.
 
-    def _end(self, *, alone: bool) -> bool:
+    def _stop_observing(self, *, alone: bool) -> bool:
         """Watch no longer; False: that is so already. `alone`: the other ranks may be gone."""
         if self._closed:
             return False
         self._closed, self._alone = True, alone
-        atexit.unregister(self._end_with_process)
+        atexit.unregister(self._close_at_exit)
         self.marks.detach()
         return True
 
-    def _end_with_process(self) -> None:
+    def _close_at_exit(self) -> None:
         """The interpreter ends without `close`."""
-        if not self._end(alone=True):
+        if not self._stop_observing(alone=True):
             return
         error = getattr(sys, "last_value", None)
         if error is not None and error is not self._error_before:  # nobody has caught it
-            self._fail(error)
+            self._record_failure(error)
             return
         self._recorder.salvage(wait_for_device=True)
-        self._finish(_EXIT_WAIT_S)
+        self._write_run_summary(_EXIT_WAIT_S)
 
-    def _fail(self, error: BaseException) -> None:
+    def _record_failure(self, error: BaseException) -> None:
         """Leave what is known, and why the script has failed, unless another rank failed first."""
-        self._reporter.trackers.delay_close_as_failed()  # the failure is reported first
+        self._reporter.trackers.close_as_failed_from_main_thread()  # the failure is reported first
         rank, store = self._ranks.rank, self._ranks.store
         # torch makes a RuntimeError of one that is raised in a hook of backward.
         interrupted = isinstance(error, KeyboardInterrupt) or "KeyboardInterrupt()" in str(error)
@@ -364,16 +368,16 @@ class ObservedRun:
                 interrupted = store.check([_INTERRUPTED])  # a broken exchange shows only that others ended
         if interrupted:
             self._recorder.salvage()  # a device may wait for a rank that was interrupted before
-            self._finish(_EXIT_WAIT_S, interrupted=True)
+            self._write_run_summary(_EXIT_WAIT_S, interrupted=True)
             return
         self._reporter.salvage_records()
         if self._ranks.claim_first_failure(EXIT_FAILURE).rank == rank:
             message = f"{type(error).__name__}: {error}"
             write_failure_summary(self._context, {"rank": rank, "message": message})
             say(f"rank {rank} has failed in {self._shown}, so ranks that wait for it end: {message}")
-        self._leave()
+        self._close_resources()
 
-    def _finish(self, wait_s: float, *, interrupted: bool = False) -> None:
+    def _write_run_summary(self, wait_s: float, *, interrupted: bool = False) -> None:
         """Write the summary on rank 0. What each rank has added up is in the store, since a script may have
         destroyed its process groups.
         """
@@ -392,7 +396,7 @@ class ObservedRun:
                 note(f"cannot write {self._shown}/summary.json: {error.strerror or error}")
             self._reporter.close_trackers(summary)
             note(f"{format_count(self.marks.step, 'step')} observed: ddprun report {self._shown}")
-        self._leave()
+        self._close_resources()
 
     def _summarize(self, status: str, wait_s: float) -> Summary | None:
         """The run's summary, with the totals of all ranks; None: one has failed while this one waited."""
@@ -412,7 +416,7 @@ class ObservedRun:
         failures = {rank: why for rank, (_, _, why) in of_ranks.items()}
         nonfinite = self._finite_check.first_nonfinite
         steps, seconds, hooks = self.marks.step, time.monotonic() - self._began, [*self.hooks.stack.names]
-        stage = {"kind": "train", "index": 0, "steps": steps, "seconds": seconds, "sync": _SYNC}
+        stage = {"kind": "train", "index": 0, "steps": steps, "seconds": seconds, "sync": _SYNC_POLICY}
         stage |= {"hooks": hooks, "loss": self._loss, "interrupted": status != "done"}
         return Summary(
             status=status,
@@ -434,11 +438,11 @@ class ObservedRun:
             **(summary_fields(totals, steps) if totals else {}),
         )
 
-    def _leave(self) -> None:
+    def _close_resources(self) -> None:
         self._reporter.trackers.close_as_failed()
         self._records.close()
         self._ranks.watchdog.close()
-        if LAUNCHED_VARIABLE not in os.environ:
+        if LAUNCHED_BY_DDPRUN_VARIABLE not in os.environ:
             self._ranks.watchdog.status_page.remove()
 
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddprun.config import Ddp, LoadedPipeline, PipelineError
-from ddprun_hooks.buckets import BucketLayout, as_real
+from ddprun_hooks.buckets import BucketLayout, view_as_real
 from ddprun_hooks.comm.groups import RankGroup
 from ddprun_hooks.comm.trace import BucketTrace
+from ddprun_hooks.comm_queue import CommQueue
 from ddprun_hooks.dispatcher import BucketDispatcher
-from ddprun_hooks.queue import CommQueue
 from ddprun_hooks.stack import Stack
 
 _ADVICE = (
@@ -90,13 +90,13 @@ class DdpReplica:
         if self.settings.find_unused_parameters and not self.settings.static_graph:
             # Passes of earlier stages have marked parameters as used here, too, even those outside this DDP.
             self.ddp.reducer._reset_state()
-        return self.dispatcher.signature
+        return self.dispatcher.agreement_description
 
     def accumulating(self, wanted: bool) -> AbstractContextManager[None]:
         """Inside, if `wanted`, passes add to the gradients without an exchange."""
         return self.ddp.no_sync() if wanted else nullcontext()
 
-    def without_gradient(self) -> dict[str, Tensor]:
+    def params_without_gradient(self) -> dict[str, Tensor]:
         """Parameters, by name, that a backward pass should have given a gradient, and has not."""
         return {name: param for name, param in self._params.items() if param.grad is None}
 
@@ -123,12 +123,12 @@ class DdpReplica:
 def predict_bucket_layout(
     params_by_completion: Mapping[str, Tensor], caps_bytes: Sequence[int]
 ) -> tuple[BucketLayout, ...]:
-    """The gradient buckets that DDP will rebuild, computed without DDP: `BucketDispatcher.layout` once fixed.
+    """The gradient buckets that DDP will rebuild, computed without DDP: `bucket_layouts` once fixed.
 
     `params_by_completion` are in the order in which backward completes their gradients. `caps_bytes`: the
     size at which each bucket is full; the last counts for all that follow.
     """
-    named = [(name, as_real(param)) for name, param in params_by_completion.items()]
+    named = [(name, view_as_real(param)) for name, param in params_by_completion.items()]
     tensors = [tensor for _, tensor in named]
     buckets, _ = dist._compute_bucket_assignment_by_size(
         tensors, list(caps_bytes), [False] * len(tensors), list(range(len(tensors)))

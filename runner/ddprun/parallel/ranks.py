@@ -18,12 +18,12 @@ from ddprun.host import network
 from ddprun.host.processes import run_in_daemon_thread
 from ddprun.host.rank_files import attempt_folder
 from ddprun.host.tcp_store import open_store
-from ddprun.watchdog.hang import PeerAddress
+from ddprun.watchdog.hang_report import PeerAddress
 from ddprun.watchdog.launcher_watchdog import STATUS_SERVER_VARIABLE
 from ddprun.watchdog.rank_watchdog import RankWatchdog
 from ddprun.watchdog.status_page import claim_once
+from ddprun_hooks.comm.collective_observer import observed_wait
 from ddprun_hooks.comm.groups import RankPlacement
-from ddprun_hooks.comm.observer import observed_wait
 from ddprun_hooks.errors import format_ranks
 
 _FIRST_FAILURE = "failed"
@@ -42,7 +42,7 @@ class FirstFailure(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Environment:
+class RankEnvironment:
     """What the launcher says to this process (torchrun's environment variables)."""
 
     rank: int
@@ -51,7 +51,7 @@ class Environment:
     local_world_size: int
 
     @classmethod
-    def read(cls) -> "Environment":
+    def read(cls) -> "RankEnvironment":
         known = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
         return cls(*(int(os.environ.get(name, default)) for name, default in known.items()))
 
@@ -60,14 +60,14 @@ class Environment:
 class Ranks:
     """This rank among the others."""
 
-    environment: Environment
+    environment: RankEnvironment
     timeout: timedelta  # of a collective, and of joining
     watchdog: RankWatchdog  # knows what this rank waits for
     host: str = field(default_factory=lambda: socket.gethostname())
     placement: RankPlacement = field(init=False)  # where all ranks are, once joined
     _base_store: dist.Store | None = None
     _second_connection: dist.Store | None = None
-    _question: Future[Any] | None = None  # the last one to the store
+    _pending_query: Future[Any] | None = None  # the last one to the store
     _peers: dict[int, PeerAddress] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -76,21 +76,21 @@ class Ranks:
 
     @property
     def store(self) -> dist.Store:
-        """Small values that all ranks share; open once `connect` has run."""
+        """Small values that all ranks share; open once `connect_store` has run."""
         assert self._base_store is not None
         return dist.PrefixStore("ddprun", self._base_store)
 
     @property
-    def hosts_store(self) -> bool:
+    def holds_store(self) -> bool:
         """Whether the store ends with this process: rank 0's, unless torchelastic's agent holds it."""
-        return self.rank == 0 and self.size > 1 and _rank_0_hosts_store()
+        return self.rank == 0 and self.size > 1 and _rank_0_holds_store()
 
-    def connect(self) -> None:
+    def connect_store(self) -> None:
         with observed_wait(self._joining, "rendezvous", "reaching the ranks' store"):
             base: Any = open_store(
                 os.environ["MASTER_ADDR"],
                 int(os.environ["MASTER_PORT"]),
-                serve=self.rank == 0 and _rank_0_hosts_store(),
+                serve=self.rank == 0 and _rank_0_holds_store(),
                 timeout=self.timeout,
                 world_size=self.size,
             )
@@ -112,14 +112,14 @@ class Ranks:
         endpoint = os.environ["MASTER_ADDR"]
         found = self.gather("addresses", [self.host, network.machine_id(), network.address_towards(endpoint)])
         hosts, machines, addresses = zip(*found, strict=True)
-        if shared := network.shared_names(zip(hosts, machines, strict=True)):
+        if shared := network.duplicate_host_names(zip(hosts, machines, strict=True)):
             ranks = format_ranks(rank for rank, host in enumerate(hosts) if host == shared[0])
             raise network.NetworkError(
-                f"{ranks} are on several hosts that are all called {shared[0]}; {network.NAME_ADVICE}"
+                f"{ranks} are on several hosts that are all called {shared[0]}; {network.HOST_NAME_ADVICE}"
             )
         if not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
             local_rank = int(os.environ.get("LOCAL_RANK", hosts[: self.rank].count(self.host)))
-            self.environment = Environment(self.rank, self.size, local_rank, hosts.count(self.host))
+            self.environment = RankEnvironment(self.rank, self.size, local_rank, hosts.count(self.host))
         others = [one for host, one in zip(hosts, addresses, strict=True) if host != self.host]
         if others:
             network.choose_interface_together(
@@ -218,7 +218,7 @@ class Ranks:
 
     def first_failure(self) -> FirstFailure | None:
         """Which rank failed first; None if none has, or the store does not answer."""
-        if self._question is not None and not self._question.done():
+        if self._pending_query is not None and not self._pending_query.done():
             return None  # each further question would be a thread that waits, too
 
         def ask(store: dist.Store) -> str:
@@ -236,23 +236,23 @@ class Ranks:
         ask = partial(query, self._second_connection)
         with suppress(Exception):  # no answer, or the store's connection is what is broken
             try:
-                self._question = question = run_in_daemon_thread(ask)
+                self._pending_query = question = run_in_daemon_thread(ask)
             except RuntimeError:  # the interpreter ends
                 return ask()
             return question.result(timeout_s)
         return None
 
-    def leave(self) -> None:
+    def destroy_process_group(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
 def _store_prefix() -> str:
     """Prefix of this start's keys: a launcher's store outlives ranks, and only one host counts starts."""
-    if _rank_0_hosts_store() or os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+    if _rank_0_holds_store() or os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
         return "start"
     return f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
-def _rank_0_hosts_store() -> bool:
+def _rank_0_holds_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

@@ -12,7 +12,7 @@ import numpy as np
 
 from ddprun import InputError
 from ddprun.config import LoadedPipeline
-from ddprun.telemetry.reader import Run
+from ddprun.telemetry.reader import RecordedRun
 from ddprun.telemetry.records import BucketRecord, StepRecord
 from ddprun.units import format_world_sizes
 
@@ -21,7 +21,7 @@ PARTS_WITHOUT_EXCHANGE = ("data_us", "forward_us", "backward_us", "optimizer_us"
 
 _StepT = TypeVar("_StepT")
 
-WARM_UP = 3  # first steps of a stage that do not count
+WARM_UP_STEPS = 3  # first steps of a stage that do not count
 _OUTLIER = 4.0  # times the median of its stage: something else happened in that step
 
 
@@ -85,8 +85,8 @@ class StageCosts:
     steps: int = 0
     step_us: float = 0.0
     cpu_us: float = 0.0  # processor time of a rank's process
-    parts: Mapping[str, float] = field(default_factory=dict)  # each of `PARTS_WITHOUT_EXCHANGE`
-    buckets: Sequence[tuple[int, tuple[float, ...]]] = ()
+    parts_us: Mapping[str, float] = field(default_factory=dict)  # each of `PARTS_WITHOUT_EXCHANGE`
+    bucket_bytes_and_hook_us: Sequence[tuple[int, tuple[float, ...]]] = ()
     """Of gradients: the bytes of each, and hooks before its first collective, between two, and after the
     last."""
 
@@ -99,7 +99,7 @@ class StageCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class RunCosts:
     """Everything that a prediction needs of a measured run."""
 
     device: str
@@ -112,7 +112,7 @@ def check_predictable(loaded: LoadedPipeline) -> None:
     several backward passes.
     """
     only, optimizer = "only steps with one backward pass can be predicted", loaded.pipeline.optimizer
-    if "closure" in optimizer.beside or optimizer.name == "LBFGS":
+    if "closure" in optimizer.sibling_keys or optimizer.name == "LBFGS":
         raise loaded.error("optimizer", f"{only}, and this optimizer asks for as many as it wants")
     for stage, settings in loaded.pipeline.stages_and_settings():
         if settings.plan.round is not None:
@@ -127,27 +127,27 @@ def check_predictable(loaded: LoadedPipeline) -> None:
             raise loaded.error(path if patterns else first_path, text, "take the stages one by one")
 
 
-def costs_of_run(run: Run, stage_count: int) -> Costs:
-    """Read a run whose pipeline has so many stages; raises CostsUnknownError, or as `Run` does."""
+def costs_of_run(run: RecordedRun, stage_count: int) -> RunCosts:
+    """Read a run whose pipeline has so many stages; raises CostsUnknownError, or as `RecordedRun` does."""
     started = run.started
     if len(run.world_sizes) > 1:
         ranks = format_world_sizes(run.world_sizes)
         raise CostsUnknownError(f"{run.folder}: the number of its ranks has changed ({ranks})")
-    stages = [_StageRecords() for _ in range(stage_count)]
+    stages = [_StageCostsAccumulator() for _ in range(stage_count)]
     for rank in run.ranks:
         # The stage, and the beginning and length of the last backward pass.
         backward_by_step = dict[int, tuple[int, float, float]]()
         for stage, lines in groupby(run.step_records(rank), lambda line: line.stage):
-            counted = [line for line in [*lines][WARM_UP:] if line.step_us > 0]
+            counted = [line for line in [*lines][WARM_UP_STEPS:] if line.step_us > 0]
             for line in without_outliers(counted, own_work_us) if stage < stage_count else ():
-                backward_by_step[line.step] = stage, *_last_backward_start_duration(line)
+                backward_by_step[line.step] = stage, *_last_backward_start_and_duration(line)
                 stages[stage].add_step(rank, line)
         for bucket in run.bucket_records(rank, backward_by_step.__contains__, holding=b'"gradient"'):
             stage, began, length = backward_by_step[bucket.step]
             stages[stage].add_bucket(bucket, began, length)
     if not any(one.steps for one in stages):
-        raise CostsUnknownError(f"{run.folder} has no stage with records of more than {WARM_UP} steps")
-    return Costs(started.device or "cpu", started.cores or 1.0, [one.costs() for one in stages])
+        raise CostsUnknownError(f"{run.folder} has no stage with records of more than {WARM_UP_STEPS} steps")
+    return RunCosts(started.device or "cpu", started.cores or 1.0, [one.costs() for one in stages])
 
 
 def own_work_us(line: StepRecord) -> float:
@@ -161,7 +161,7 @@ def without_outliers(steps: Sequence[_StepT], own_us: Callable[[_StepT], float])
     return [one for one in steps if own_us(one) <= most]
 
 
-def _last_backward_start_duration(line: StepRecord) -> tuple[float, float]:
+def _last_backward_start_and_duration(line: StepRecord) -> tuple[float, float]:
     """When the last backward pass of a step began, on the rank's clock, and how long it worked."""
     at = began = float(line.start_us)
     passes = 0
@@ -172,7 +172,7 @@ def _last_backward_start_duration(line: StepRecord) -> tuple[float, float]:
     return began, line.backward_us / max(1, passes)
 
 
-class _StageRecords:
+class _StageCostsAccumulator:
     """What the records of one stage say, step by step."""
 
     def __init__(self) -> None:
@@ -216,8 +216,8 @@ class _StageRecords:
             steps=self.steps,
             step_us=means.pop("step_us"),
             cpu_us=means.pop("cpu_us"),
-            parts=means,
-            buckets=buckets,
+            parts_us=means,
+            bucket_bytes_and_hook_us=buckets,
             sent_bytes=self._sent_bytes / self.steps,
             gradient_ready_shares={
                 name: statistics.fmean(shares) for name, shares in self._gradient_ready_shares.items()

@@ -13,16 +13,16 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from ddprun.config import StepStage, load
-from ddprun.config.resolved import flow_yaml
+from ddprun.config.yaml_writer import flow_yaml
 from ddprun.explain.explain import Explanation, StageExplanation, explain
 from ddprun.explain.model_probe import WorldShape
-from ddprun.explain.text import labelled, paragraph
-from ddprun.predict.links import Links, rate_text
+from ddprun.explain.text import labelled_lines, paragraph
+from ddprun.predict.cost_model import LIMITS, CostModel, StepPrediction
+from ddprun.predict.links import Links, format_nominal_rate
 from ddprun.predict.measure import HookSpecs, distinct_stacks_without_noop
-from ddprun.predict.model import LIMITS, CostModel, StepPrediction
 from ddprun.sync.exchanger import initialize_optimizer_state, requires_closure
 from ddprun.units import format_bytes, format_duration, format_table
-from ddprun_hooks.config.options import parse_spec
+from ddprun_hooks.config.options import parse_hook_spec
 
 _RATES = np.geomspace(1e4, 1e12, 1 << 17)  # bytes a second, 0.014% apart: one is the break-even
 _NEGLIGIBLE_SHARE = 0.02  # of a step's time: no difference to speak of
@@ -92,8 +92,8 @@ class StageForecast:
         sweep = [{"nnodes": at.hosts, "ranks": at.ranks} | one.to_json_data() for at, one in self.sweep]
         return data | ({"sweep": sweep} if sweep else {})
 
-    def lines(self) -> Iterator[str]:
-        yield from paragraph("Predicted", _summary(self))
+    def text_lines(self) -> Iterator[str]:
+        yield from paragraph("Predicted", _prediction_text(self))
         if not self.predicted.hooks_measured:
             nothing = "The measured run has no steps with these hooks, so their own work is not counted"
             yield from paragraph("", f"{nothing}, and it is not known whether they help.")
@@ -104,9 +104,9 @@ class StageForecast:
             rows = [("hosts", "ranks", "a step", "waiting", "efficiency", "limit")]
             for at, one in self.sweep:
                 step, waiting = (format_duration(1e-6 * us) for us in (one.step_us, one.exposed_us))
-                efficiency = percent(one.efficiency)
+                efficiency = format_percent(one.efficiency)
                 rows.append((f"{at.hosts:,}", f"{at.ranks:,}", step, waiting, efficiency, one.limit))
-            yield from labelled("Sweep", format_table(rows, ">>>>><"))
+            yield from labelled_lines("Sweep", format_table(rows, ">>>>><"))
 
 
 def stacks_to_measure(explained: Explanation) -> list[HookSpecs]:
@@ -129,9 +129,9 @@ def forecast(
     world, trained = explained.world, [stage for stage in explained.stages if stage.patterns]
     again = partial(explain, ranks_per_host=world.ranks_per_host, probe=explained.probe)
     others = [again(explained.loaded, hosts=number) for number in hosts]
-    verdicts = {stage.index: list(_verdicts(explained, stage, model, links)) for stage in trained}
+    verdicts = {stage.index: list(_hook_verdicts(explained, stage, model, links)) for stage in trained}
     # It makes the state, so nothing is explained by this probe after it.
-    state_bytes = optimizer_bytes(explained.probe.optimizer)
+    state_bytes = measure_optimizer_state_bytes(explained.probe.optimizer)
     stages = {}
     for stage in trained:
         predicted, *repeated = (one.predict(stage, world, links) for one in (model, *halves))
@@ -141,13 +141,13 @@ def forecast(
             repeated_us=[one.step_us for one in repeated],
             links=links,
             hook_verdicts=verdicts[stage.index],
-            memory=_memory(explained, stage, state_bytes),
+            memory=_memory_bytes_by_kind(explained, stage, state_bytes),
             sweep=[(at.world, model.predict(at.stages[stage.index], at.world, links)) for at in others],
         )
     return stages
 
 
-def _verdicts(
+def _hook_verdicts(
     explained: Explanation, stage: StageExplanation, model: CostModel, links: Links
 ) -> Iterator[HookVerdict]:
     assert stage.settings is not None
@@ -169,7 +169,7 @@ def _verdicts(
 def leave_one_out(stack: HookSpecs) -> Iterator[tuple[str, list[Any]]]:
     """Each hook of a stack, those on the legs of `hierarchical` included, and the stack without it."""
     for index, hook in enumerate(stack):
-        name, options = parse_spec(hook)
+        name, options = parse_hook_spec(hook)
         yield name, [*stack[:index], *stack[index + 1 :]]
         options = {key: value for key, value in options.items() if value is not None}
         legs = {"within": "inside a host", "across": "between hosts"} if name == "hierarchical" else {}
@@ -194,7 +194,7 @@ def break_even_rate(
     return float(_RATES[index]) if index < len(_RATES) else math.inf
 
 
-def optimizer_bytes(optimizer: Optimizer) -> int | None:
+def measure_optimizer_state_bytes(optimizer: Optimizer) -> int | None:
     """The size of an optimizer's state after a step, which it then has; None: not known."""
     if requires_closure(optimizer):  # how much LBFGS keeps depends on its steps
         return None
@@ -205,7 +205,9 @@ def optimizer_bytes(optimizer: Optimizer) -> int | None:
     return sum(one.nbytes for one in tree_leaves(list(optimizer.state.values())) if isinstance(one, Tensor))
 
 
-def _memory(explained: Explanation, stage: StageExplanation, optimizer: int | None) -> dict[str, int | None]:
+def _memory_bytes_by_kind(
+    explained: Explanation, stage: StageExplanation, optimizer: int | None
+) -> dict[str, int | None]:
     parameters, buffers = explained.parameters, explained.buffers
     trained = sum(one.nbytes for one in parameters.values() if one.requires_grad)
     exchanges = {id(one): one for pattern in stage.patterns for one in pattern.exchanges}.values()
@@ -227,7 +229,7 @@ def _memory_text(memory: Mapping[str, int | None]) -> str:
     return f"{text} Not known: {', '.join(unknown)}." if unknown else f"{text} Activations are not counted."
 
 
-def _summary(stage: StageForecast) -> str:
+def _prediction_text(stage: StageForecast) -> str:
     one = stage.predicted
     waits = sorted(one.waits_us.items(), key=lambda item: -item[1])
     notable = [(why, us) for why, us in waits if us >= 0.01 * one.step_us]
@@ -238,16 +240,16 @@ def _summary(stage: StageForecast) -> str:
     spread = f" ({halves} by each half of the measurement alone)" if halves else ""
     text = f"{over}, a step takes {format_duration(1e-6 * one.step_us)}{spread}{waiting}. "
     text += f"Without exchange it would take {format_duration(1e-6 * one.without_exchange_us)}: "
-    text += f"the efficiency is {percent(one.efficiency)}. "
+    text += f"the efficiency is {format_percent(one.efficiency)}. "
     text += f"The limit is {LIMITS[one.limit]}."
     if one.host_sends_bytes:
         busy = one.links_busy_us["across"] / one.step_us
         text += f" A host sends {format_bytes(one.host_sends_bytes)} to others in a step"
-        text += f", which keeps its link busy for {percent(busy)} of the time." if busy else "."
+        text += f", which keeps its link busy for {format_percent(busy)} of the time." if busy else "."
     return text
 
 
-def percent(share: float) -> str:
+def format_percent(share: float) -> str:
     """A share for a reader: two significant digits."""
     return f"{share:.0%}" if share >= 0.095 else f"{100 * share:.2g}%"
 
@@ -265,4 +267,4 @@ def _verdict_text(verdict: HookVerdict) -> str:
         return f"{text} It helps over no link of this latency."
     if math.isinf(limit):
         return f"{text} It helps over every link of this latency."
-    return f"{text} It helps below {rate_text(limit)}."
+    return f"{text} It helps below {format_nominal_rate(limit)}."

@@ -62,7 +62,7 @@ class Link:
         rates = tuple((size, factor * rate) for size, rate in self.rate_by_bytes)
         return Link(bytes_per_s, self.latency_s, rates)
 
-    def seconds(self, nbytes: float) -> float:
+    def transmission_seconds(self, nbytes: float) -> float:
         """How long a message of so many bytes keeps the link busy: between two measured sizes interpolated,
         below and above them at the nearest one's rate.
         """
@@ -76,7 +76,7 @@ class Link:
         return low_s + (high_s - low_s) * (nbytes - low) / (high - low)
 
     @property
-    def queue_bytes(self) -> float:
+    def max_queued_bytes(self) -> float:
         """How many bytes of one connection can be queued ahead of another's. In its own network card's queue
         Linux lets a connection have about 100 kB; on a longer way, queues of routers hold whatever comes.
         """
@@ -88,7 +88,7 @@ class Link:
         return math.isfinite(self.bytes_per_s) or self.latency_s > 0
 
     def __str__(self) -> str:
-        rate = rate_text(self.bytes_per_s) if math.isfinite(self.bytes_per_s) else UNLIMITED
+        rate = format_nominal_rate(self.bytes_per_s) if math.isfinite(self.bytes_per_s) else UNLIMITED
         return f"{rate}, {1e3 * self.latency_s:.3g} ms" if self.latency_s else rate
 
 
@@ -113,8 +113,8 @@ def parse_links(rates: str | None, latencies: str | None = None) -> Links:
     links = Links()
     if rates is not None and rates.endswith(".json"):
         links, rates = Links(across=slowest_link_in_report(Path(rates))), None
-    for text, read in ((rates, _with_rate), (latencies, _with_latency)):
-        for level, value in _by_level(text).items():
+    for text, read in ((rates, _with_parsed_rate), (latencies, _with_parsed_latency)):
+        for level, value in _split_by_level(text).items():
             links = replace(links, **{level: read(getattr(links, level), value)})
     return links
 
@@ -160,7 +160,7 @@ def slowest_link_in_report(file: Path) -> Link:
     return replace(slowest, latency_s=latency_s)
 
 
-def _by_level(text: str | None) -> Mapping[str, str]:
+def _split_by_level(text: str | None) -> Mapping[str, str]:
     if text is None:
         return {}
     if "=" not in text:
@@ -174,7 +174,7 @@ def _by_level(text: str | None) -> Mapping[str, str]:
     return found
 
 
-def _with_rate(link: Link, text: str) -> Link:
+def _with_parsed_rate(link: Link, text: str) -> Link:
     if text == UNLIMITED:
         return replace(link, bytes_per_s=math.inf)
     found = _RATE.fullmatch(text)
@@ -184,13 +184,13 @@ def _with_rate(link: Link, text: str) -> Link:
     return replace(link, bytes_per_s=TCP_SHARE * bytes_per_s)
 
 
-def _with_latency(link: Link, text: str) -> Link:
+def _with_parsed_latency(link: Link, text: str) -> Link:
     found = _TIME.fullmatch(text)
     if found is None:
         raise ValueError(f'"{text}" is not a time; write 5us, 0.3ms or 1s')
     return replace(link, latency_s=float(found[1]) * _SECONDS[found[2]])
 
 
-def rate_text(bytes_per_s: float) -> str:
+def format_nominal_rate(bytes_per_s: float) -> str:
     """Format a rate of payload, in bytes a second, as the nominal rate of a link."""
     return format_bit_rate(8 * bytes_per_s / TCP_SHARE)

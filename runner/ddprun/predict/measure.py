@@ -15,23 +15,23 @@ from typing import Any
 import psutil
 
 from ddprun.config import LoadedPipeline, load
-from ddprun.config.resolved import flow_yaml
+from ddprun.config.yaml_writer import flow_yaml
 from ddprun.explain.explain import StageExplanation, explain
 from ddprun.predict import MeasurementRunError
+from ddprun.predict.cost_model import CostModel, fit_cost_model
 from ddprun.predict.costs import CostsUnknownError, StageCosts, check_predictable, costs_of_run
 from ddprun.predict.links import Links
-from ddprun.predict.model import CostModel, fit_cost_model
-from ddprun.run_files import pipeline_folder
+from ddprun.run_files import read_pipeline_folder
 from ddprun.standard_streams import say
-from ddprun.telemetry.reader import Run
+from ddprun.telemetry.reader import RecordedRun
 from ddprun.telemetry.records import StageStarted
 from ddprun.units import format_bytes
-from ddprun_hooks.config.options import parse_spec
+from ddprun_hooks.config.options import parse_hook_spec
 
 HookSpecs = Sequence[Any]  # hooks as a pipeline file has them
 STEPS_PER_STAGE = 24
 STAGE_REPETITIONS = 2  # since a machine is not always equally fast
-QUIET = ("audit.every=0", "checkpoint={keep: 0}", "launch.max_restarts=0", "track=[]")
+QUIET_OVERRIDES = ("audit.every=0", "checkpoint={keep: 0}", "launch.max_restarts=0", "track=[]")
 """Overrides of a short run: it does nothing beside training."""
 
 _NO_SCHEDULE_OF_RUN = "schedule=null"  # `over: run` allows a stage none of its own
@@ -51,7 +51,9 @@ def distinct_stacks_without_noop(stacks: Iterable[HookSpecs]) -> list[HookSpecs]
     return found
 
 
-def _measured_stage(loaded: LoadedPipeline, steps: int = STEPS_PER_STAGE, **settings: Any) -> dict[str, Any]:
+def _measurement_stage_options(
+    loaded: LoadedPipeline, steps: int = STEPS_PER_STAGE, **settings: Any
+) -> dict[str, Any]:
     """The pipeline's first train stage with these settings, as the short run has it."""
     if not (trained := loaded.pipeline.train_stages()):
         raise CostsUnknownError("no stage trains, so there is nothing to predict")
@@ -65,7 +67,7 @@ def measurement_stages_yaml(
     """The stages of the short run, as YAML; raises CostsUnknownError if no stage of the pipeline trains."""
     own: list[dict[str, Any]] = [{"hooks": ["noop"]}, {"sync": "independent"}]
     own += [{"hooks": list(stack)} for stack in stacks]
-    stages = [_measured_stage(loaded, steps, **({"sync": "every_step"} | one)) for one in own]
+    stages = [_measurement_stage_options(loaded, steps, **({"sync": "every_step"} | one)) for one in own]
     return flow_yaml(stages * STAGE_REPETITIONS)
 
 
@@ -85,7 +87,12 @@ def run_measurement(
     `measurement_stages_yaml` does.
     """
     say(f"a short run measures what steps cost here, in {run_dir}")
-    settings = [*loaded.overrides, *overrides, f"stages={measurement_stages_yaml(loaded, stacks)}", *QUIET]
+    settings = [
+        *loaded.overrides,
+        *overrides,
+        f"stages={measurement_stages_yaml(loaded, stacks)}",
+        *QUIET_OVERRIDES,
+    ]
     # Shares are for stages that average gradients in every step, which not all of these do.
     settings += ["timings={every: 1, gradients: true}", "loader.balance=null", _NO_SCHEDULE_OF_RUN]
     command = [sys.executable, "-P", "-m", "ddprun", "run", str(loaded.path), "--run-dir", str(run_dir)]
@@ -138,7 +145,7 @@ def cost_models_of_run(
     script it says what the records do not. Raises NoRunError, CostsUnknownError if its records do not tell,
     PipelineError if its file cannot be read, or as `check_predictable`.
     """
-    run = Run(run_dir)
+    run = RecordedRun(run_dir)
     by_host = Counter(run.started.hosts or [""])
     if len(set(by_host.values())) > 1:
         raise CostsUnknownError(f"{run_dir}: its hosts have different numbers of ranks")
@@ -146,7 +153,7 @@ def cost_models_of_run(
         ran = _script_as_pipeline(run, like)
     else:
         try:
-            folder = pipeline_folder(run_dir)
+            folder = read_pipeline_folder(run_dir)
         except (OSError, ValueError) as error:
             raise CostsUnknownError(f"{run_dir} has no run.json that says where its pipeline was") from error
         ran = load(run_dir / "pipeline.yaml", (), folder)
@@ -156,7 +163,7 @@ def cost_models_of_run(
     explained = explain(ran, hosts=len(by_host), ranks_per_host=max(by_host.values()))
     costs = costs_of_run(run, len(explained.stages))
     if like is not None and run.is_observed:
-        _check_sends_the_same(run, ran.path, explained.stages[0], costs.stages[0])
+        _check_script_sends_as_stage(run, ran.path, explained.stages[0], costs.stages[0])
     costs = costs if cores is None else replace(costs, cores=cores)
     parts, stages = [costs], ran.as_dict()["stages"]
     half = len(stages) // STAGE_REPETITIONS
@@ -180,7 +187,7 @@ def _warn_if_measured_run_differs(run_dir: Path, ran: LoadedPipeline, like: Load
         )
 
 
-def _script_as_pipeline(run: Run, like: LoadedPipeline) -> LoadedPipeline:
+def _script_as_pipeline(run: RecordedRun, like: LoadedPipeline) -> LoadedPipeline:
     """A pipeline like another, but with one stage, whose steps are those of an observed script."""
     counts = Counter(
         sum(part == "backward" for part, _ in step.laps)
@@ -191,9 +198,9 @@ def _script_as_pipeline(run: Run, like: LoadedPipeline) -> LoadedPipeline:
     hooks: list[Any] = next((list(event.hooks) for event in run.events_of(StageStarted)), [])
     for stage in like.pipeline.train_stages():
         specs = stage.effective_settings(like.pipeline).hook_specs
-        if [parse_spec(hook)[0] for hook in specs] == hooks:
+        if [parse_hook_spec(hook)[0] for hook in specs] == hooks:
             hooks = specs
-    steps = _measured_stage(like, sync="every_step", hooks=hooks, accumulate=passes)
+    steps = _measurement_stage_options(like, sync="every_step", hooks=hooks, accumulate=passes)
     say(
         f"{run.folder} observed a script: its records give times, buckets, ranks, cores, the names of hooks "
         f"and accumulate: {passes}; {like.path} gives the rest"
@@ -202,7 +209,9 @@ def _script_as_pipeline(run: Run, like: LoadedPipeline) -> LoadedPipeline:
     return load(like.path, overrides, like.folder)
 
 
-def _check_sends_the_same(run: Run, path: Path, stage: StageExplanation, costs: StageCosts) -> None:
+def _check_script_sends_as_stage(
+    run: RecordedRun, path: Path, stage: StageExplanation, costs: StageCosts
+) -> None:
     """Raise CostsUnknownError if an observed script sent other buckets, or more or less, than the stage."""
     found = [(one.get("dtype"), one.get("numel"), one.get("params")) for one in run.started.buckets]
     sent = [

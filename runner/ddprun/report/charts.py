@@ -105,13 +105,13 @@ def curve_chart(lines: Mapping[str, StyledCurve], y: str) -> Chart:
     return {"data": data, "layout": layout}
 
 
-def parts_chart(rows: Mapping[str, Mapping[str, float]], x: str) -> Chart:
+def step_parts_bar_chart(rows: Mapping[str, Mapping[str, float]], x: str) -> Chart:
     """A bar of milliseconds for each row: its parts of a step, given in microseconds, one after the other."""
     data = []
     for name, part in STEP_PARTS.items():
         ms = [us.get(name, 0.0) / 1000 for us in rows.values()]
         if max(ms, default=0.0) > 0:
-            bar = _bars(part.name, part.marker, f"{part.name}: %{{x:.2f}} ms<extra>%{{y}}</extra>")
+            bar = _bar_trace(part.name, part.marker, f"{part.name}: %{{x:.2f}} ms<extra>%{{y}}</extra>")
             data.append({**bar, "y": list(rows), "x": ms})
     layout = _layout(x, barmode="stack", hovermode="closest")
     wrapped = ["<br>".join(wrap(row, _LABEL_WIDTH)) for row in rows]  # a phone is narrow
@@ -122,7 +122,7 @@ def parts_chart(rows: Mapping[str, Mapping[str, float]], x: str) -> Chart:
     return {"data": data, "layout": layout, "height": height}
 
 
-def step_time_chart(slow: Sequence[SlowStep], lines: Mapping[str, StyledCurve], y: str) -> Chart:
+def step_parts_area_chart(slow: Sequence[SlowStep], lines: Mapping[str, StyledCurve], y: str) -> Chart:
     """The parts of a step over the run, one above the other, with a mark for each slow step."""
     data = []
     for name, (curve, number, _) in lines.items():
@@ -132,7 +132,7 @@ def step_time_chart(slow: Sequence[SlowStep], lines: Mapping[str, StyledCurve], 
         data.append({"x": curve.steps, "y": _rounded(curve.means), "name": name, **area, **fill})
     if slow:
         text = "step {}: {:.1f} ms, longer by most: {}"
-        hover = [text.format(one.step, one.ms, STEP_PARTS[one.part].name) for one in slow]
+        hover = [text.format(one.step, one.ms, STEP_PARTS[one.most_slowed_part].name) for one in slow]
         marks = {"x": [one.step for one in slow], "y": _rounded([one.ms for one in slow]), "text": hover}
         marker = {"symbol": "diamond-open", "size": 9, "color": "#D55E00", "line": {"width": 2}}
         about = {"name": "slow step", "mode": "markers", "hovertemplate": "%{text}<extra></extra>"}
@@ -178,8 +178,8 @@ def timeline_chart(step: Timeline) -> Chart:
     styles["wire"] = "exchange", STEP_PARTS["exposed_wire_us"].marker
     hover = "%{text}, %{x:.2f} ms<extra>%{y}</extra>"
     kinds = sorted(bars, key=lambda kind: kind == "waits")  # waits are above the parts that they are in
-    data = [{**_bars(*styles[kind], hover), "textposition": "none", **bars[kind]} for kind in kinds]
-    data += _gradient_marks(step)
+    data = [{**_bar_trace(*styles[kind], hover), "textposition": "none", **bars[kind]} for kind in kinds]
+    data += _gradient_completion_marks(step)
     layout = _layout("ms since the step began", barmode="overlay", hovermode="closest")
     order = {"categoryorder": "array", "categoryarray": [*rows][::-1], "range": [-0.5, len(rows) - 0.5]}
     layout["yaxis"] = {**order, "automargin": True}
@@ -187,7 +187,7 @@ def timeline_chart(step: Timeline) -> Chart:
     return {"data": data, "layout": layout, "height": height}
 
 
-def _gradient_marks(step: Timeline) -> list[dict[str, Any]]:
+def _gradient_completion_marks(step: Timeline) -> list[dict[str, Any]]:
     """A mark where each gradient was complete, if that was recorded."""
     marks: dict[str, list[Any]] = {"x": [], "y": [], "text": []}
     for start_us, line, buckets in step.ranks:
@@ -206,7 +206,7 @@ def _gradient_marks(step: Timeline) -> list[dict[str, Any]]:
     return [{**about, "hovertemplate": "%{text}<extra>%{y}</extra>", **marks}]
 
 
-def _bars(name: str, marker: Mapping[str, Any], hover: str) -> dict[str, Any]:
+def _bar_trace(name: str, marker: Mapping[str, Any], hover: str) -> dict[str, Any]:
     return {"type": "bar", "orientation": "h", "name": name, "marker": marker, "hovertemplate": hover}
 
 

@@ -18,7 +18,7 @@ from itertools import groupby, zip_longest
 from statistics import median
 from typing import Any, NamedTuple
 
-from ddprun.telemetry.reader import Run, steps_between
+from ddprun.telemetry.reader import RecordedRun, steps_between
 from ddprun.telemetry.records import PARTS, BucketRecord, MachineRecord, SharesSet, StageStarted, StepRecord
 
 _MAX_CURVE_POINTS = 200
@@ -39,7 +39,7 @@ _StepKind = tuple[bool, tuple[str, ...]]
 """Whether ranks exchanged something in a step, and the numbers beside its loss: of the turns that ran."""
 
 
-class Part(NamedTuple):
+class StepPart(NamedTuple):
     """A part of a step as a report names, groups and draws it. Colours are such that colour-blind readers
     tell them apart (Okabe and Ito, https://jfly.uni-koeln.de/color/), and patterns, so that nothing depends
     on colour alone.
@@ -58,15 +58,15 @@ class Part(NamedTuple):
 
 
 STEP_PARTS = {  # in the order of `PARTS`
-    "data_us": Part("loading data", "data", "#999999", "."),
-    "forward_us": Part("forward", "compute", "#56B4E9"),
-    "backward_us": Part("backward", "compute", "#0072B2"),
-    "exposed_hook_us": Part("launch and hooks, exposed", "hook", "#CC79A7", "x"),
-    "exposed_wait_us": Part("waiting for the last rank", "wait", "#D55E00", "/"),
-    "exposed_wire_us": Part("wire, exposed", "wire", "#E69F00", "\\"),
-    "optimizer_us": Part("optimizer", "compute", "#009E73"),
-    "sync_us": Part("between steps", "sync", "#F0E442", "-"),
-    "other_us": Part("other", "other", "#777777", "+"),
+    "data_us": StepPart("loading data", "data", "#999999", "."),
+    "forward_us": StepPart("forward", "compute", "#56B4E9"),
+    "backward_us": StepPart("backward", "compute", "#0072B2"),
+    "exposed_hook_us": StepPart("launch and hooks, exposed", "hook", "#CC79A7", "x"),
+    "exposed_wait_us": StepPart("waiting for the last rank", "wait", "#D55E00", "/"),
+    "exposed_wire_us": StepPart("wire, exposed", "wire", "#E69F00", "\\"),
+    "optimizer_us": StepPart("optimizer", "compute", "#009E73"),
+    "sync_us": StepPart("between steps", "sync", "#F0E442", "-"),
+    "other_us": StepPart("other", "other", "#777777", "+"),
 }
 
 
@@ -80,7 +80,7 @@ class Curve:
     highest: list[float]
 
     @classmethod
-    def of(cls, values_by_step: Iterable[tuple[float, Sequence[float]]]) -> "Curve":
+    def from_step_values(cls, values_by_step: Iterable[tuple[float, Sequence[float]]]) -> "Curve":
         """Of the values that each step has, at least one."""
         found = cls([], [], [], [])
         for step, values in values_by_step:
@@ -92,7 +92,7 @@ class Curve:
 
 
 @dataclass(slots=True)
-class Traffic:
+class TrafficTotals:
     """Totals over all ranks of what was sent through one stack of hooks: of all buckets, or of one."""
 
     kind: str
@@ -134,12 +134,12 @@ class SlowStep(NamedTuple):
     step: int
     ms: float
     median_ms: float  # of the steps of its stage that are of its kind
-    part: str  # of a step, which is longer than its median in these by most
+    most_slowed_part: str  # of a step, which is longer than its median in these by most
 
 
 class RankTimeline(NamedTuple):
     start_us: int  # when it began the step, since the first rank did
-    step: StepRecord
+    step_record: StepRecord
     buckets: Sequence[BucketRecord]  # of very many those that were under way for longest
 
 
@@ -162,32 +162,32 @@ class GradientCompletion:
 class StepTimes:
     """Where the time of some steps went, on each rank."""
 
-    total_us_by_rank: list[Counter[str]]
+    step_totals_by_rank: list[Counter[str]]
     """Sums over steps: of each part, of `step_us`, and of `samples`; and how many `steps` these are."""
 
-    total_us: Counter[str] = field(default_factory=Counter)
+    step_totals: Counter[str] = field(default_factory=Counter)
     """The same of the run: in each step the mean over the ranks that took it, and all of their samples."""
 
     def __add__(self, other: "StepTimes") -> "StepTimes":
         """The times of the steps of both, of which one may have records of more ranks."""
-        totals = zip_longest(self.total_us_by_rank, other.total_us_by_rank, fillvalue=Counter[str]())
-        return StepTimes([one + more for one, more in totals], self.total_us + other.total_us)
+        totals = zip_longest(self.step_totals_by_rank, other.step_totals_by_rank, fillvalue=Counter[str]())
+        return StepTimes([one + more for one, more in totals], self.step_totals + other.step_totals)
 
     @cached_property
-    def mean_us_by_rank(self) -> list[dict[str, float]]:
+    def mean_parts_us_by_rank(self) -> list[dict[str, float]]:
         """For each rank the mean of each part of a step, and of `step_us`; empty for a rank without steps."""
         return [
             {part: us[part] / us["steps"] for part in _STEP_AND_PARTS} if us["steps"] else {}
-            for us in self.total_us_by_rank
+            for us in self.step_totals_by_rank
         ]
 
     @cached_property
     def mean_parts_us(self) -> dict[str, float]:
         """The mean of each part of a step, and of `step_us`, over ranks."""
-        return {part: self.total_us[part] / max(1, self.total_us["steps"]) for part in _STEP_AND_PARTS}
+        return {part: self.step_totals[part] / max(1, self.step_totals["steps"]) for part in _STEP_AND_PARTS}
 
     @cached_property
-    def shares_by_category(self) -> dict[str, float]:
+    def time_shares_by_category(self) -> dict[str, float]:
         """The share of a step's time that each category takes, mean over ranks."""
         us, totals = self.mean_parts_us, defaultdict[str, float](float)
         for name, part in STEP_PARTS.items():
@@ -202,7 +202,7 @@ class StepTimes:
     @property
     def exposed_share(self) -> float:
         """The share of a step's time that is communication not hidden behind computation."""
-        return sum(self.shares_by_category[category] for category in ("hook", "wait", "wire"))
+        return sum(self.time_shares_by_category[category] for category in ("hook", "wait", "wire"))
 
 
 @dataclass
@@ -216,10 +216,10 @@ class StageDigest:
     first_step: int  # that was recorded
     last_step: int
     times: StepTimes
-    traffic: list[Traffic] = field(default_factory=list)
-    buckets: list[Traffic] = field(default_factory=list)
+    traffic: list[TrafficTotals] = field(default_factory=list)
+    buckets: list[TrafficTotals] = field(default_factory=list)
     step_percentiles_ms: Mapping[str, float] = field(default_factory=dict)  # over steps; mean over ranks
-    sampled_step_count: int = 0  # steps whose bucket records were read
+    bucket_sample_step_count: int = 0  # steps whose bucket records were read
     turns: tuple[str, ...] = ()  # their names; empty: each step is a whole
 
     @property
@@ -227,7 +227,7 @@ class StageDigest:
         return f"stage {self.index}, {self.description}"
 
     @property
-    def policy(self) -> tuple[str, Mapping[str, Any]]:
+    def sync_policy_and_options(self) -> tuple[str, Mapping[str, Any]]:
         """The sync policy's name, and its options; one with options synchronises in some steps only."""
         chosen = self.sync if isinstance(self.sync, Mapping) else {self.sync or "": None}
         name, options = next(iter(chosen.items()), ("", None))
@@ -236,14 +236,14 @@ class StageDigest:
     @property
     def description(self) -> str:
         """What it does: its turns, how it synchronises, and through which hooks."""
-        policy, _ = self.policy
+        policy, _ = self.sync_policy_and_options
         about = [*(f"turn {name}" for name in self.turns), *[policy] * (policy not in ("", "every_step"))]
         about += self.hooks
         return self.kind + (f" ({', '.join(about)})" if about else "")
 
 
 @dataclass
-class SharesSpan:
+class SampleSharesSpan:
     """The steps that ranks took with the same shares of samples (`loader.balance`, and rounds)."""
 
     shares: SharesSet
@@ -261,7 +261,7 @@ class SharesSpan:
 class RunDigest:
     """A run in numbers."""
 
-    run: Run
+    run: RecordedRun
     recorded_steps: list[int]  # the steps that have records
     stages: list[StageDigest]  # that have steps, in their order
     loss: Curve
@@ -274,11 +274,11 @@ class RunDigest:
     fidelity: dict[str, Curve] = field(default_factory=dict)  # each measure, mean over buckets
     bucket_completions: dict[int, GradientCompletion] = field(default_factory=dict)  # empty if not recorded
     timelines: list[Timeline] = field(default_factory=list)  # of some steps
-    sampled_steps: frozenset[int] = frozenset()  # whose bucket records were read
+    bucket_sample_steps: frozenset[int] = frozenset()  # whose bucket records were read
     slow_steps: list[SlowStep] = field(default_factory=list)  # the slowest of them, in order of steps
     slow_step_count: int = 0
-    machine: dict[str, dict[int, Curve]] = field(default_factory=dict)  # of `MachineRecord`, by rank
-    shares: list[SharesSpan] = field(default_factory=list)
+    machine_curves: dict[str, dict[int, Curve]] = field(default_factory=dict)  # of `MachineRecord`, by rank
+    sample_shares: list[SampleSharesSpan] = field(default_factory=list)
 
     @cached_property
     def times(self) -> StepTimes:
@@ -297,13 +297,13 @@ class RunDigest:
     @property
     def samples_per_s(self) -> float | None:
         """Samples per second of all ranks together, while steps are taken; None: a rank has no records."""
-        total, steps_per_s = self.times.total_us, self.steps_per_s
+        total, steps_per_s = self.times.step_totals, self.steps_per_s
         if not (steps_per_s and total["steps"]) or len(self.run.ranks) < self.run.most_ranks:
             return None
         return steps_per_s * total["samples"] / total["steps"]
 
 
-class _StepMeans:
+class _RankMeansByStep:
     """For each recorded step, in order, the mean of a number over ranks, in bounded memory."""
 
     def __init__(self, steps: Sequence[int]) -> None:
@@ -317,7 +317,7 @@ class _StepMeans:
             self.sums[index] += value
             self.counts[index] += 1
 
-    def at_step(self, step: int) -> float:
+    def mean_at_step(self, step: int) -> float:
         """The mean of a step; 0 if no rank has a number."""
         at = _step_index(self._steps, step)
         return self.sums[at] / self.counts[at] if at is not None and self.counts[at] else 0.0
@@ -333,7 +333,9 @@ class _StepMeans:
         known = zip(self._steps, self.sums, self.counts, strict=True)
         means = ((step, total / count * scale) for step, total, count in known if count)
         intervals = (list(points) for _, points in groupby(means, stage_and_interval))
-        return Curve.of(((one[0][0] + one[-1][0]) / 2, [mean for _, mean in one]) for one in intervals)
+        return Curve.from_step_values(
+            ((one[0][0] + one[-1][0]) / 2, [mean for _, mean in one]) for one in intervals
+        )
 
 
 def _step_index(steps: Sequence[int], step: int) -> int | None:
@@ -341,21 +343,23 @@ def _step_index(steps: Sequence[int], step: int) -> int | None:
     return index if index < len(steps) and steps[index] == step else None
 
 
-def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> RunDigest:
+def digest_run(run: RecordedRun, is_timed: Callable[[int], bool] = lambda _: True) -> RunDigest:
     """Read a run's records; the time of steps for which `is_timed` is false does not count."""
     steps = run.recorded_steps
-    rank_losses = [_StepMeans(steps) for _ in run.ranks[:_MAX_RANK_CURVES]]
-    columns = {name: _StepMeans(steps) for name in ("mean_loss", "grad_norm", *_STEP_AND_PARTS)}
-    groups: dict[str, dict[int, _StepMeans]] = {
-        name: defaultdict(lambda: _StepMeans(steps)) for name in ("lr", "group_grad_norms")
+    rank_losses = [_RankMeansByStep(steps) for _ in run.ranks[:_MAX_RANK_CURVES]]
+    columns = {name: _RankMeansByStep(steps) for name in ("mean_loss", "grad_norm", *_STEP_AND_PARTS)}
+    groups: dict[str, dict[int, _RankMeansByStep]] = {
+        name: defaultdict(lambda: _RankMeansByStep(steps)) for name in ("lr", "group_grad_norms")
     }
-    values: dict[str, _StepMeans] = defaultdict(lambda: _StepMeans(steps))
+    values: dict[str, _RankMeansByStep] = defaultdict(lambda: _RankMeansByStep(steps))
     kinds: list[_StepKind] = [(False, ())] * len(steps)
     known_kinds: dict[_StepKind, _StepKind] = {}  # each once in memory
-    machine: dict[str, dict[int, _StepMeans]] = defaultdict(lambda: defaultdict(lambda: _StepMeans(steps)))
+    machine: dict[str, dict[int, _RankMeansByStep]] = defaultdict(
+        lambda: defaultdict(lambda: _RankMeansByStep(steps))
+    )
     stages_by_index: dict[int, StageDigest] = {}
     start_events = {one.stage: one for one in run.events_of(StageStarted)}
-    shares = [SharesSpan(one) for one in run.shares]
+    shares = [SampleSharesSpan(one) for one in run.shares]
     for position, rank in enumerate(run.ranks):
         for line in run.step_records(rank):
             step, index = line.step, _step_index(steps, line.step)
@@ -386,7 +390,7 @@ def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> Ru
             stage.first_step, stage.last_step = min(stage.first_step, step), max(stage.last_step, step)
             if is_timed(step):
                 us = {part: getattr(line, part) for part in _STEP_AND_PARTS}
-                stage.times.total_us_by_rank[position].update(us, steps=1, samples=line.samples)
+                stage.times.step_totals_by_rank[position].update(us, steps=1, samples=line.samples)
                 span = bisect_right(shares, step, key=lambda span: span.shares.step) - 1
                 if span >= 0 and shares[span].shares.stage == line.stage:
                     total = shares[span].total
@@ -405,23 +409,23 @@ def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> Ru
             for name, known in groups.items()
         },
         grad_norm=columns["grad_norm"].curve(stages),
-        held_out=_held_out(run),
-        machine={
+        held_out=_held_out_curves(run),
+        machine_curves={
             name: {rank: column.curve(stages) for rank, column in by_rank.items()}
             for name, by_rank in machine.items()
         },
-        shares=shares,
+        sample_shares=shares,
     )
     if found.recorded_steps:
         by_step = dict(zip(steps, kinds, strict=True))
-        _add_step_times(found, columns, by_step.__getitem__, is_timed)
-        _read_buckets(found)
-        shown = _steps_to_show(found.recorded_steps, columns["step_us"], columns["exposed_wait_us"])
-        found.timelines = list(_timelines(run, shown))
+        _add_stage_times_and_slow_steps(found, columns, by_step.__getitem__, is_timed)
+        _read_bucket_sample(found)
+        shown = _choose_timeline_steps(found.recorded_steps, columns["step_us"], columns["exposed_wait_us"])
+        found.timelines = list(_read_timelines(run, shown))
     return found
 
 
-def _held_out(run: Run) -> dict[str, Curve]:
+def _held_out_curves(run: RecordedRun) -> dict[str, Curve]:
     """The curve of each metric. What another stage measures after the same step, maybe on other data, has a
     name of its own.
     """
@@ -430,7 +434,7 @@ def _held_out(run: Run) -> dict[str, Curve]:
         of_stage, last_step = f" of stage {stage}" * (step == last_step), step
         for name, value in metrics.items():
             found[name + of_stage].append((step, [value]))
-    return {name: Curve.of(values) for name, values in found.items()}
+    return {name: Curve.from_step_values(values) for name, values in found.items()}
 
 
 def _covered_us(intervals: Iterable[tuple[float, float]]) -> float:
@@ -442,9 +446,9 @@ def _covered_us(intervals: Iterable[tuple[float, float]]) -> float:
     return covered
 
 
-def _add_step_times(
+def _add_stage_times_and_slow_steps(
     digest: RunDigest,
-    columns: Mapping[str, _StepMeans],
+    columns: Mapping[str, _RankMeansByStep],
     kind_of: Callable[[int], _StepKind],
     is_timed: Callable[[int], bool],
 ) -> None:
@@ -453,12 +457,12 @@ def _add_step_times(
     for stage in digest.stages:
         of_stage = steps_between(digest.recorded_steps, stage.first_step, stage.last_step + 1)
         timed = list(filter(is_timed, of_stage))
-        totals = {part: round(sum(map(columns[part].at_step, timed))) for part in _STEP_AND_PARTS}
-        samples = sum(us["samples"] for us in stage.times.total_us_by_rank)
-        stage.times.total_us.update({"steps": len(timed), "samples": samples, **totals})
+        totals = {part: round(sum(map(columns[part].mean_at_step, timed))) for part in _STEP_AND_PARTS}
+        samples = sum(us["samples"] for us in stage.times.step_totals_by_rank)
+        stage.times.step_totals.update({"steps": len(timed), "samples": samples, **totals})
         ms_by_kind: dict[_StepKind, dict[int, float]] = defaultdict(dict)
         for step in timed:
-            ms_by_kind[kind_of(step)][step] = columns["step_us"].at_step(step) / 1000
+            ms_by_kind[kind_of(step)][step] = columns["step_us"].mean_at_step(step) / 1000
         lengths = sorted(ms for by_step in ms_by_kind.values() for ms in by_step.values())
         if lengths:
             places = {name: math.ceil(share * len(lengths)) - 1 for name, share in PERCENTILES.items()}
@@ -466,32 +470,36 @@ def _add_step_times(
         for by_step in ms_by_kind.values():
             median_ms = median(by_step.values())
             of_kind = [(step, ms) for step, ms in by_step.items() if ms > _SLOW_STEP * median_ms]
-            medians = {part: median(map(columns[part].at_step, by_step)) for part in PARTS} if of_kind else {}
+            medians = (
+                {part: median(map(columns[part].mean_at_step, by_step)) for part in PARTS} if of_kind else {}
+            )
             for step, ms in of_kind:
-                more = {part: columns[part].at_step(step) - us for part, us in medians.items()}
+                more = {part: columns[part].mean_at_step(step) - us for part, us in medians.items()}
                 slow.append(SlowStep(step, ms, median_ms, max(more, key=more.__getitem__)))
     digest.slow_step_count = len(slow)
     digest.slow_steps = sorted(sorted(slow, key=lambda one: one.ms)[-_MAX_SLOW_STEPS:])
 
 
-def _read_buckets(digest: RunDigest) -> None:
+def _read_bucket_sample(digest: RunDigest) -> None:
     """Read the bucket records of as many steps as can be read in a few seconds."""
     run, recorded, last = digest.run, digest.recorded_steps, digest.recorded_steps[-1:]
     per_step = sum(1 for rank in run.ranks for _ in run.bucket_records(rank, last.__contains__)) or 1
     stride = max(1, math.ceil(len(recorded) * per_step / _MAX_BUCKET_RECORDS))
     # Drawn, not every n-th: what is sent every n-th step would be in all of them, or in none.
     sampled = frozenset(random.Random(0).sample(recorded, len(recorded) // stride or 1))
-    digest.sampled_steps = sampled
-    traffic: dict[_TrafficKey, Traffic] = {}
-    buckets: dict[tuple[_TrafficKey, int], Traffic] = {}
+    digest.bucket_sample_steps = sampled
+    traffic: dict[_TrafficKey, TrafficTotals] = {}
+    buckets: dict[tuple[_TrafficKey, int], TrafficTotals] = {}
     completions: dict[int, GradientCompletion] = {}
     for rank in run.ranks:
         on_wire: dict[_TrafficKey, list[tuple[float, float]]] = defaultdict(list)
         for line in run.bucket_records(rank, sampled.__contains__):
             key: _TrafficKey = line.stage, line.kind, line.hooks
-            one = buckets.setdefault((key, line.bucket), Traffic(*key[1:], line.bucket, tuple(line.params)))
+            one = buckets.setdefault(
+                (key, line.bucket), TrafficTotals(*key[1:], line.bucket, tuple(line.params))
+            )
             one.add(line)
-            traffic.setdefault(key, Traffic(*key[1:])).add(line)
+            traffic.setdefault(key, TrafficTotals(*key[1:])).add(line)
             all_ready = line.all_ready_us or line.ready_us
             wire = [(max(leg.start_us, all_ready), leg.done_us) for leg in line.legs]
             one.wire_us += _covered_us(wire)
@@ -504,7 +512,7 @@ def _read_buckets(digest: RunDigest) -> None:
         for sent, intervals in on_wire.items():
             traffic[sent].wire_us += _covered_us(intervals)
     for stage in digest.stages:
-        stage.sampled_step_count = sum(stage.first_step <= step <= stage.last_step for step in sampled)
+        stage.bucket_sample_step_count = sum(stage.first_step <= step <= stage.last_step for step in sampled)
         stage.traffic = [one for key, one in traffic.items() if key[0] == stage.index]
         stage.buckets = [buckets[place] for place in sorted(buckets) if place[0][0] == stage.index]
     digest.bucket_completions = dict(sorted(completions.items()))
@@ -513,7 +521,7 @@ def _read_buckets(digest: RunDigest) -> None:
 
 def _read_fidelity(digest: RunDigest) -> None:
     """Make a curve of each measure that the run has."""
-    columns = {name: _StepMeans(digest.recorded_steps) for name in ("cosine", "relative_l2")}
+    columns = {name: _RankMeansByStep(digest.recorded_steps) for name in ("cosine", "relative_l2")}
     for rank in digest.run.ranks:
         for line in digest.run.bucket_records(rank, holding=b'"fidelity"'):
             for name, column in columns.items():
@@ -523,18 +531,20 @@ def _read_fidelity(digest: RunDigest) -> None:
     digest.fidelity = {name: curve for name, curve in curves.items() if curve.steps}
 
 
-def _steps_to_show(recorded: Sequence[int], step_us: _StepMeans, wait_us: _StepMeans) -> dict[int, str]:
+def _choose_timeline_steps(
+    recorded: Sequence[int], step_us: _RankMeansByStep, wait_us: _RankMeansByStep
+) -> dict[int, str]:
     """The steps whose timeline is shown, and why each: for the first reason, if there are several."""
     later = recorded[len(recorded) // 10 :]  # the first steps are slower than all others
-    by_length = sorted(later, key=step_us.at_step)
-    longest_wait = max(later, key=wait_us.at_step)
+    by_length = sorted(later, key=step_us.mean_at_step)
+    longest_wait = max(later, key=wait_us.mean_at_step)
     chosen = {by_length[len(later) // 2]: "the median step"}
     chosen.setdefault(by_length[-1], "the longest")
     chosen.setdefault(longest_wait, "the longest wait")
     return chosen
 
 
-def _timelines(run: Run, chosen: Mapping[int, str]) -> Iterator[Timeline]:
+def _read_timelines(run: RecordedRun, chosen: Mapping[int, str]) -> Iterator[Timeline]:
     by_step: dict[int, list[tuple[float, StepRecord, list[BucketRecord]]]] = {step: [] for step in chosen}
     shown_ranks = run.ranks[:_TIMELINE_RANKS]
     most = max(1, _TIMELINE_ROWS // len(shown_ranks) - 1)

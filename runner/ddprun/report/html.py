@@ -18,19 +18,19 @@ from markupsafe import Markup, escape
 from ddprun import __version__
 from ddprun.report.blocks import Block, Figure, NamedDigests, format_value
 from ddprun.report.digest import RunDigest
-from ddprun.report.predicted import StageComparison
-from ddprun.report.sections import headline, make_sections
-from ddprun.report.sentences import ending, sentences_by_stage, time_breakdown
+from ddprun.report.predicted_vs_measured import PredictionComparison
+from ddprun.report.sections import headline_facts, make_sections
+from ddprun.report.sentences import ending_problem_sentence, sentences_by_stage, time_breakdown_sentence
 from ddprun.telemetry.writer import nonfinite_to_none
 
-Comparison = tuple[Sequence[str], Sequence[Block]]
+ComparisonContent = tuple[Sequence[str], Sequence[Block]]
 """What `ddprun compare` says about the runs of a page: sentences, and blocks."""
 
 
-def page(
+def render_page(
     runs: NamedDigests,
-    comparison: Comparison | None = None,
-    predicted: Sequence[Sequence[StageComparison]] = (),
+    comparison: ComparisonContent | None = None,
+    predicted: Sequence[Sequence[PredictionComparison]] = (),
 ) -> str:
     """The page about at least one run. What compares them comes first: `comparison` is what `ddprun compare`
     says of them. `predicted`: for each run, what its stages were predicted to take.
@@ -52,11 +52,13 @@ def page(
     charts = {figure.id: figure.charts for figure in figures}
     return environment.get_template("report.html").render(
         title="ddprun: " + (", ".join(name for name, _ in runs) if len(runs) < 3 else f"{len(runs)} runs"),
-        endings=_endings(runs),
+        endings=_ending_problem_lines(runs),
         words=_summary_sentences(runs, comparison),
         sections=[(title, title.lower().replace(" ", "-"), blocks) for title, blocks in sections.items()],
-        facts=_facts(runs[0][1]) if len(runs) == 1 and comparison is None else [],
-        charts=_pack(json.dumps(nonfinite_to_none(charts), allow_nan=False, separators=(",", ":"))),
+        facts=_format_headline_facts(runs[0][1]) if len(runs) == 1 and comparison is None else [],
+        charts=_compress_to_ascii(
+            json.dumps(nonfinite_to_none(charts), allow_nan=False, separators=(",", ":"))
+        ),
         plotly=_packed_plotly(),
         version=__version__,
     )
@@ -64,32 +66,32 @@ def page(
 
 def terminal_summary(runs: NamedDigests) -> list[str]:
     """What is on top of the page, for a terminal; of several runs, how each ended that did not end well."""
-    lines = _endings(runs)
+    lines = _ending_problem_lines(runs)
     if len(runs) == 1:
-        lines.append("; ".join(f"{name}: {value}" for name, value in _facts(runs[0][1])))
+        lines.append("; ".join(f"{name}: {value}" for name, value in _format_headline_facts(runs[0][1])))
         for stage, found in sentences_by_stage(runs[0][1]).items():
             lines += [*([f"{stage}:"] if stage else []), *found]
     # Records may be somebody else's: no sequence in them reaches the terminal.
     return ["".join(c if c.isprintable() else "\ufffd" for c in line) for line in lines]
 
 
-def _endings(runs: NamedDigests) -> list[str]:
-    found = [(f"{name}: " * (len(runs) > 1), ending(digest.run)) for name, digest in runs]
+def _ending_problem_lines(runs: NamedDigests) -> list[str]:
+    found = [(f"{name}: " * (len(runs) > 1), ending_problem_sentence(digest.run)) for name, digest in runs]
     return [f"{name}{text}" for name, text in found if text is not None]
 
 
-def _facts(digest: RunDigest) -> list[tuple[str, str]]:
-    return [(name, format_value(value)) for name, value in headline(digest) if value is not None]
+def _format_headline_facts(digest: RunDigest) -> list[tuple[str, str]]:
+    return [(name, format_value(value)) for name, value in headline_facts(digest) if value is not None]
 
 
-def _summary_sentences(runs: NamedDigests, comparison: Comparison | None) -> dict[str, Sequence[str]]:
+def _summary_sentences(runs: NamedDigests, comparison: ComparisonContent | None) -> dict[str, Sequence[str]]:
     """The sentences on top, by heading: of one run by stage, of several by run."""
     if len(runs) == 1 and comparison is None:
         return dict(sentences_by_stage(runs[0][1]))
     found: dict[str, Sequence[str]] = {"": comparison[0]} if comparison else {}
     for name, digest in runs:
         if digest.times.steps_per_s is not None:
-            found[name] = [time_breakdown(digest.times)]
+            found[name] = [time_breakdown_sentence(digest.times)]
     about_all = ["`ddprun report RUN` shows more of each: a timeline, stages, communication, and errors."]
     if comparison is None:
         text = "The runs did not take turns, so differences in time may come from the machine"
@@ -99,10 +101,10 @@ def _summary_sentences(runs: NamedDigests, comparison: Comparison | None) -> dic
 
 @cache
 def _packed_plotly() -> Markup:
-    return _pack((files("plotly") / "package_data" / "plotly.min.js").read_text("utf-8"))
+    return _compress_to_ascii((files("plotly") / "package_data" / "plotly.min.js").read_text("utf-8"))
 
 
-def _pack(text: str) -> Markup:
+def _compress_to_ascii(text: str) -> Markup:
     """Compress a text for a script element, whose own end it cannot contain: a fifth is lost to ASCII."""
     return Markup(b85encode(zlib.compress(text.encode(), 9)).replace(b"<", b",").decode())
 
@@ -111,7 +113,7 @@ def _backticks_to_code(text: str) -> Markup:
     return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
 
 
-def with_short_names(digests: Sequence[RunDigest]) -> NamedDigests:
+def name_by_folder(digests: Sequence[RunDigest]) -> NamedDigests:
     """Name each digest by the end of its folder's path: where paths differ, with a folder above it."""
     paths = [digest.run.folder.resolve() for digest in digests]
     shared = os.path.commonpath([path.parent.parent for path in paths])

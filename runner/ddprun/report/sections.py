@@ -10,8 +10,8 @@ from typing import Any
 from markupsafe import Markup
 
 from ddprun.config.faults import Source
-from ddprun.config.reader import parse_yaml
-from ddprun.config.resolved import flow_yaml
+from ddprun.config.yaml_reader import parse_yaml
+from ddprun.config.yaml_writer import flow_yaml
 from ddprun.report import charts
 from ddprun.report.blocks import (
     Block,
@@ -24,9 +24,9 @@ from ddprun.report.blocks import (
     format_with_equal_decimals,
 )
 from ddprun.report.charts import StyledCurve
-from ddprun.report.digest import PERCENTILES, STEP_PARTS, Curve, RunDigest, Timeline, Traffic
-from ddprun.report.predicted import StageComparison
-from ddprun.report.sentences import ending
+from ddprun.report.digest import PERCENTILES, STEP_PARTS, Curve, RunDigest, Timeline, TrafficTotals
+from ddprun.report.predicted_vs_measured import PredictionComparison
+from ddprun.report.sentences import ending_problem_sentence
 from ddprun.telemetry.records import BufferUsage, StageStarted, Started, Summary
 from ddprun.telemetry.stragglers import StragglerTotal, straggler_totals
 from ddprun.units import abbreviated_list, format_bit_rate, format_bytes, format_count, format_world_sizes
@@ -53,28 +53,28 @@ _SECTIONS_OF_SEVERAL_RUNS = (
 
 
 def make_sections(
-    runs: NamedDigests, predicted: Sequence[Sequence[StageComparison]]
+    runs: NamedDigests, predicted: Sequence[Sequence[PredictionComparison]]
 ) -> dict[str, list[Block]]:
     """The blocks of each section, by its title: of several runs of what can be laid side by side. Tables
     without rows are left out. `predicted`: of the stages of each run.
     """
     digest = runs[0][1]
     found: dict[str, Iterator[Block]] = {
-        "Where the time went": _time_section(runs),
+        "Where the time went": _time_breakdown_section(runs),
         "Timeline of a step": _timeline_section(digest),
         "The run": _run_facts_section(runs),
         "Loss": _loss_section(runs),
         "Held-out data": _held_out_section(runs),
-        "Learning rate and gradient norm": _param_groups_section(runs),
+        "Learning rate and gradient norm": _lr_and_grad_norm_section(runs),
         "Step time": _step_time_section(digest),
         "Stages": _stages_section(digest),
-        "Predicted and measured": _predicted_section(predicted, runs),
+        "Predicted and measured": _predicted_vs_measured_section(predicted, runs),
         "Communication": _communication_section(digest),
         "Gradients": _gradient_completion_section(digest),
-        "Memory and load": _machine_section(digest),
+        "Memory and load": _memory_and_load_section(digest),
         "Fidelity": _fidelity_section(digest),
         "Stragglers": _stragglers_section(digest),
-        "Shares of samples": _shares_section(digest),
+        "Shares of samples": _sample_shares_section(digest),
         "Errors and restarts": _errors_section(digest),
     }
     shown = found if len(runs) == 1 else _SECTIONS_OF_SEVERAL_RUNS
@@ -84,7 +84,7 @@ def make_sections(
     }
 
 
-def _curves_over_steps(
+def _curve_blocks(
     label: str,
     unit: str,
     lines: Mapping[str, StyledCurve],
@@ -100,7 +100,7 @@ def _curves_over_steps(
     yield Table(["step", *lines], rows, unit, f"{label}: the numbers")
 
 
-def headline(digest: RunDigest) -> Iterator[tuple[str, Any]]:
+def headline_facts(digest: RunDigest) -> Iterator[tuple[str, Any]]:
     """What to know of a run at first sight: names and values."""
     started, summary = digest.run.started, digest.run.summary
     lengths = [stage.step_percentiles_ms for stage in digest.stages]
@@ -127,7 +127,9 @@ def headline(digest: RunDigest) -> Iterator[tuple[str, Any]]:
 def _run_facts_section(runs: NamedDigests) -> Iterator[Block]:
     columns = [dict(_run_facts(digest)) for _, digest in runs]
     if len(runs) > 1:  # of one run these are on top of the page
-        columns = [dict(headline(digest)) | facts for (_, digest), facts in zip(runs, columns, strict=True)]
+        columns = [
+            dict(headline_facts(digest)) | facts for (_, digest), facts in zip(runs, columns, strict=True)
+        ]
     keys = dict.fromkeys(key for column in columns for key in column)
     rows = [[key, *format_with_equal_decimals(column.get(key) for column in columns)] for key in keys]
     yield Table(["", *(name for name, _ in runs)], rows)
@@ -144,7 +146,7 @@ def _run_facts(digest: RunDigest) -> Iterator[tuple[str, Any]]:
         yield "cores of the first host", started.cores
     if started.device_name is not None:
         yield "GPU or processor of rank 0", started.device_name
-    yield from _configuration(digest)
+    yield from _configuration_facts(digest)
     stages = "; ".join(stage.description for stage in digest.stages)
     yield "stages that take steps", shorten(stages, _MAX_CELL) or None
     yield "steps", summary.steps
@@ -160,7 +162,7 @@ def _run_facts(digest: RunDigest) -> Iterator[tuple[str, Any]]:
     yield "started", _format_event_time(started.time)
 
 
-def _configuration(digest: RunDigest) -> Iterator[tuple[str, Any]]:
+def _configuration_facts(digest: RunDigest) -> Iterator[tuple[str, Any]]:
     """What the pipeline's file says of training; stages may say otherwise."""
     text = digest.run.pipeline_text
     root, _ = parse_yaml(text, Source.from_text("pipeline.yaml", 0, text))
@@ -192,12 +194,12 @@ def _loss_section(runs: NamedDigests) -> Iterator[Block]:
             if (curve := values[index].get(value)) is not None:  # on top of those of the ranks
                 of_run = "mean over ranks" if len(runs) == 1 else name
                 lines[of_run] = StyledCurve(curve, index, "mean")
-            lines |= _held_out_line(runs, index, value)
+            lines |= _styled_held_out_curve(runs, index, value)
         label = "Loss" if value == "loss" else value
-        yield from _curves_over_steps(f"{label} over steps", value, lines, runs)
+        yield from _curve_blocks(f"{label} over steps", value, lines, runs)
 
 
-def _held_out_line(runs: NamedDigests, index: int, metric: str) -> dict[str, StyledCurve]:
+def _styled_held_out_curve(runs: NamedDigests, index: int, metric: str) -> dict[str, StyledCurve]:
     """A run's line, if it has one, in the run's colour; in the report of a single run, in one of its own."""
     name, digest = runs[index]
     if (curve := digest.held_out.get(metric)) is None:
@@ -213,12 +215,12 @@ def _held_out_section(runs: NamedDigests) -> Iterator[Block]:
     for metric in dict.fromkeys(name for _, digest in runs for name in digest.held_out):
         lines: dict[str, StyledCurve] = {}
         for index in range(len(runs)):
-            lines |= _held_out_line(runs, index, metric)
+            lines |= _styled_held_out_curve(runs, index, metric)
         if any(len(line.curve.steps) > 1 for line in lines.values()):
-            yield from _curves_over_steps(f"Held-out {metric} over steps", metric, lines, runs)
+            yield from _curve_blocks(f"Held-out {metric} over steps", metric, lines, runs)
 
 
-def _param_groups_section(runs: NamedDigests) -> Iterator[Block]:
+def _lr_and_grad_norm_section(runs: NamedDigests) -> Iterator[Block]:
     for key, label in (("lr", "Learning rate"), ("group_grad_norms", "Gradient norm")):
         lines: dict[str, StyledCurve] = {}
         for name, digest in runs:
@@ -229,7 +231,7 @@ def _param_groups_section(runs: NamedDigests) -> Iterator[Block]:
                 about = [name] * (len(runs) > 1) + [group] * bool(group)
                 lines[", ".join(about) or label.lower()] = StyledCurve(curve, len(lines))
         if lines:
-            yield from _curves_over_steps(f"{label} over steps", label.lower(), lines, runs)
+            yield from _curve_blocks(f"{label} over steps", label.lower(), lines, runs)
 
 
 def _param_group_curves(digest: RunDigest, key: str) -> dict[str, Curve]:
@@ -243,36 +245,40 @@ def _param_group_curves(digest: RunDigest, key: str) -> dict[str, Curve]:
     return found
 
 
-def _mean_parts(digest: RunDigest) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
+def _mean_step_parts_by_rank(
+    digest: RunDigest,
+) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
     """The mean parts of a step, in microseconds: of each stage, and of each rank in it."""
     several = len(digest.stages) > 1
     of_ranks = {
         f"stage {stage.index}, rank {rank}" if several else f"rank {rank}": us
         for stage in digest.stages
-        for rank, us in zip(digest.run.ranks, stage.times.mean_us_by_rank, strict=False)
+        for rank, us in zip(digest.run.ranks, stage.times.mean_parts_us_by_rank, strict=False)
         if us
     }
     return {stage.name: stage.times.mean_parts_us for stage in digest.stages}, of_ranks
 
 
-def _time_section(runs: NamedDigests) -> Iterator[Block]:
+def _time_breakdown_section(runs: NamedDigests) -> Iterator[Block]:
     """Bars: of each of several runs, or of the ranks and stages of one."""
     if len(runs) > 1:
         bars = {name: digest.times.mean_parts_us for name, digest in runs if digest.recorded_steps}
         by = "run"
     else:
-        of_stages, bars = _mean_parts(runs[0][1])
+        of_stages, bars = _mean_step_parts_by_rank(runs[0][1])
         by = "stage and rank" if len(of_stages) > 1 else "rank"
         if len(bars) > _MAX_BARS:
             bars, by = dict(list(of_stages.items())[:_MAX_BARS]), "stage"
     if not bars:
         return
-    yield Figure(f"Step time by {by}, in milliseconds", {"": charts.parts_chart(bars, "ms per step")})
+    yield Figure(
+        f"Step time by {by}, in milliseconds", {"": charts.step_parts_bar_chart(bars, "ms per step")}
+    )
     if len(runs) > 1:  # those of one run are in a section of their own
-        yield _parts_table(bars)
+        yield _step_parts_table(bars)
 
 
-def _parts_table(rows: Mapping[str, Mapping[str, float]]) -> Table:
+def _step_parts_table(rows: Mapping[str, Mapping[str, float]]) -> Table:
     """The parts of a step, given in microseconds."""
     parts = (*STEP_PARTS, "step_us")
     cells = [[name, *(us.get(part, 0.0) / 1000 for part in parts)] for name, us in rows.items()]
@@ -290,21 +296,23 @@ def _step_time_section(digest: RunDigest) -> Iterator[Block]:
         for index, (part, curve) in enumerate(digest.parts_ms.items())
         if any(curve.means)
     }
-    draw = partial(charts.step_time_chart, slow)
-    yield from _curves_over_steps(label, "milliseconds", used, [("", digest)], draw)
+    draw = partial(charts.step_parts_area_chart, slow)
+    yield from _curve_blocks(label, "milliseconds", used, [("", digest)], draw)
     if slow:
-        rows = [[one.step, one.ms, one.median_ms, STEP_PARTS[one.part].name] for one in slow]
+        rows = [[one.step, one.ms, one.median_ms, STEP_PARTS[one.most_slowed_part].name] for one in slow]
         title = f"{format_count(digest.slow_step_count, 'step')} took more than twice the median"
         caption = f"The {len(slow)} longest. " * (digest.slow_step_count > len(slow))
         caption += "The median is over the stage's steps of the same kind: with or without an exchange, "
         caption += "and with the same turns."
         heads = ["step", "ms", "median, ms", "part that grew most"]
         yield Table(heads, rows, caption, f"{title}: which, and why")
-    of_stages, of_ranks = _mean_parts(digest)
-    yield _parts_table(of_stages | of_ranks)
+    of_stages, of_ranks = _mean_step_parts_by_rank(digest)
+    yield _step_parts_table(of_stages | of_ranks)
 
 
-def _predicted_section(predicted: Sequence[Sequence[StageComparison]], runs: NamedDigests) -> Iterator[Block]:
+def _predicted_vs_measured_section(
+    predicted: Sequence[Sequence[PredictionComparison]], runs: NamedDigests
+) -> Iterator[Block]:
     for (name, _), stages in zip(runs, predicted, strict=False):
         for one in stages:
             title = [name] * (len(runs) > 1) + [one.stage] * (len(stages) > 1)
@@ -382,7 +390,7 @@ def _communication_section(digest: RunDigest) -> Iterator[Block]:
             times = [us / payloads / 1000 for us in totals_us]
             none = "none" if one.kind in _KINDS_WITHOUT_HOOKS else "none: all-reduce"
             hooks = ", ".join(one.hooks) or none
-            share = f"{len(one.steps) / max(1, stage.sampled_step_count):.0%}"
+            share = f"{len(one.steps) / max(1, stage.bucket_sample_step_count):.0%}"
             about = [stage.index, one.kind, hooks, share, one.payloads / steps]
             rows.append([*about, *sizes, _format_rate(one), *times])
     caption = (
@@ -403,20 +411,20 @@ def _communication_section(digest: RunDigest) -> Iterator[Block]:
     yield Table(heads, rows, "Means over ranks and steps.", title)
 
 
-def _format_rate(traffic: Traffic) -> str | None:
+def _format_rate(traffic: TrafficTotals) -> str | None:
     return None if traffic.bits_per_s is None else format_bit_rate(traffic.bits_per_s)
 
 
-def _machine_section(digest: RunDigest) -> Iterator[Block]:
+def _memory_and_load_section(digest: RunDigest) -> Iterator[Block]:
     hosts = digest.run.started.hosts
     for key, label, unit, scale in _MACHINE_CHARTS:
         lines: dict[str, StyledCurve] = {}
-        for rank, curve in digest.machine.get(key, {}).items():
+        for rank, curve in digest.machine_curves.get(key, {}).items():
             host = hosts[rank] if key == "load" and rank < len(hosts) else f"rank {rank}"
             values = [value / scale for value in curve.highest]
             lines.setdefault(host, StyledCurve(Curve(curve.steps, values, values, values), len(lines)))
         if lines:
-            yield from _curves_over_steps(f"{label} over steps", unit, lines, [("", digest)])
+            yield from _curve_blocks(f"{label} over steps", unit, lines, [("", digest)])
 
 
 def _fidelity_section(digest: RunDigest) -> Iterator[Block]:
@@ -427,7 +435,7 @@ def _fidelity_section(digest: RunDigest) -> Iterator[Block]:
     }
     for measure, curve in digest.fidelity.items():
         lines = {"mean over buckets": StyledCurve(curve, 0)}
-        yield from _curves_over_steps(*labels[measure], lines, [("", digest)])
+        yield from _curve_blocks(*labels[measure], lines, [("", digest)])
 
 
 def _stragglers_section(digest: RunDigest) -> Iterator[Block]:
@@ -448,10 +456,10 @@ def _stragglers_section(digest: RunDigest) -> Iterator[Block]:
         yield Table(heads, singly, folded_title=f"Each of {len(episodes)} episodes")
 
 
-def _shares_section(digest: RunDigest) -> Iterator[Block]:
+def _sample_shares_section(digest: RunDigest) -> Iterator[Block]:
     """What each rank took, from when on, and how fast the run was with that."""
     rows = []
-    for one in digest.shares:
+    for one in digest.sample_shares:
         samples = ", ".join(map(str, one.shares.samples))
         rows.append([one.shares.step, samples, one.total["steps"] or None, one.samples_per_s])
     yield Table(["from step", "samples of each rank", "recorded steps", "samples/s"], rows)
@@ -489,6 +497,6 @@ def _errors_section(digest: RunDigest) -> Iterator[Block]:
         told = {key: item for key, item in event.items() if key not in columns and item not in ("", None, [])}
         about = [f"{key}: {format_value(item)}" for key, item in told.items()]
         rows.append([when, what, event.get("step"), ", ".join(about)])
-    otherwise = Text(ending(digest.run) or "Nothing went wrong.")
+    otherwise = Text(ending_problem_sentence(digest.run) or "Nothing went wrong.")
     order = "The latest first." * (len(rows) > 1)
     yield Table(["when", "what", "step", ""], rows, order) if rows else otherwise

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import harmonic_mean
 
-from ddprun.config.resolved import flow_yaml
+from ddprun.config.yaml_writer import flow_yaml
 from ddprun.report.blocks import format_value
 from ddprun.report.digest import RunDigest, StageDigest, StepTimes
-from ddprun.telemetry.reader import Run, log_file
+from ddprun.telemetry.reader import RecordedRun, log_file
 from ddprun.telemetry.stragglers import StragglerTotal, straggler_totals
 from ddprun.units import format_bit_rate, format_bytes, format_count, format_duration
 
@@ -32,7 +32,7 @@ _CAUSES_OF_SHARES = ("data", "forward", "backward")  # what takes longer with mo
 
 # What advice suggests, in the words of what a reader can change: in a pipeline, and in a script that
 # `ddprun.observe` records.
-_LEVERS = {
+_SUGGESTIONS = {
     "workers": ("more `loader.workers`", "a larger `num_workers` of the `DataLoader`"),
     "bucket_cap": ("`ddp: {{bucket_cap_mb: {}}}`", "`DistributedDataParallel(bucket_cap_mb={})`"),
     "sending_less": (
@@ -63,14 +63,14 @@ _LEVERS = {
 }
 
 
-def _lever(run: Run, name: str) -> str:
+def _suggestion(run: RecordedRun, name: str) -> str:
     """What advice suggests, for a pipeline or for a script."""
-    return _LEVERS[name][run.is_observed]
+    return _SUGGESTIONS[name][run.is_observed]
 
 
-def ending(run: Run) -> str | None:
+def ending_problem_sentence(run: RecordedRun) -> str | None:
     """How a run ended, if it did not end well; and whose records are here, if not those of all ranks."""
-    found = _ending(run)
+    found = _failed_ending_sentence(run)
     if 0 < len(run.ranks) < run.most_ranks:
         here = f"Records of {len(run.ranks):,} of {run.most_ranks:,} ranks are here"
         if run.summary is None and not (run.is_observed or _is_on_one_host(run)):
@@ -79,7 +79,7 @@ def ending(run: Run) -> str | None:
     return found
 
 
-def _ending(run: Run) -> str | None:
+def _failed_ending_sentence(run: RecordedRun) -> str | None:
     summary, failure = run.summary, run.failure
     if summary is None:
         rank = next(filter(run.has_log, run.ranks), None)
@@ -101,7 +101,7 @@ def _ending(run: Run) -> str | None:
     return f"{hung}.{_log_sentence(run, failure.rank)}"
 
 
-def _log_sentence(run: Run, rank: int | None) -> str:
+def _log_sentence(run: RecordedRun, rank: int | None) -> str:
     """Where to read on, if there is anything."""
     return "" if rank is None or not run.has_log(rank) else f" More is in `{log_file(rank)}`."
 
@@ -113,7 +113,7 @@ def sentences_by_stage(digest: RunDigest) -> dict[str, list[str]]:
     if not digest.recorded_steps:
         why = "It may have ended before its first step: events, below, show how far it got."
         if digest.run.summary is not None and digest.run.summary.steps:
-            took, every = format_count(digest.run.summary.steps, "step"), _lever(digest.run, "every")
+            took, every = format_count(digest.run.summary.steps, "step"), _suggestion(digest.run, "every")
             why = f"It took {took}: {every} is larger than that, or no record could be written."
         return {"": ["The run has no step records, so it is unknown where its time went.", why]}
     found = {}
@@ -121,24 +121,24 @@ def sentences_by_stage(digest: RunDigest) -> dict[str, list[str]]:
         first, last = stage.first_step, stage.last_step
         late_ranks = straggler_totals(one for one in digest.run.stragglers if first <= one.first_step <= last)
         found[stage.name if len(digest.stages) > 1 else ""] = [
-            time_breakdown(stage.times),
+            time_breakdown_sentence(stage.times),
             _straggler_sentence(digest, late_ranks),
             *_hook_sentences(digest, stage),
-            *_advice(digest, stage, late_ranks),
+            *_advice_sentences(digest, stage, late_ranks),
         ]
     return found
 
 
 def _main_stages(digest: RunDigest) -> list[StageDigest]:
     """The few stages in which the run spent most of its time, in pipeline order."""
-    us = {stage.index: stage.times.total_us["step_us"] for stage in digest.stages}
+    us = {stage.index: stage.times.step_totals["step_us"] for stage in digest.stages}
     longest = sorted(digest.stages, key=lambda stage: us[stage.index])[-_MAX_STAGES_WITH_SENTENCES:]
     least = max(1, _MIN_STAGE_SHARE * sum(us.values()))
     return [stage for stage in digest.stages if stage in longest and us[stage.index] >= least]
 
 
-def time_breakdown(times: StepTimes) -> str:
-    shares = times.shares_by_category
+def time_breakdown_sentence(times: StepTimes) -> str:
+    shares = times.time_shares_by_category
     known = [
         (shares["compute"], "forward, backward and optimizer"),
         (
@@ -175,7 +175,7 @@ def _straggler_sentence(digest: RunDigest, late_ranks: Sequence[StragglerTotal])
 
 
 @dataclass(frozen=True, slots=True)
-class HookBalance:
+class HookCostBenefit:
     """What the hooks of a stage cost and save in a step of a rank."""
 
     hooks: tuple[str, ...]
@@ -190,7 +190,7 @@ class HookBalance:
         return 1e6 * self.saved_bits / self.hook_us
 
 
-def hook_balance(digest: RunDigest, stage: StageDigest) -> HookBalance | None:
+def hook_cost_benefit(digest: RunDigest, stage: StageDigest) -> HookCostBenefit | None:
     """The balance of a stage's hooks; None where its records cannot tell.
 
     They can where gradients, or changes of parameters, go through one stack in collectives among all ranks,
@@ -204,9 +204,9 @@ def hook_balance(digest: RunDigest, stage: StageDigest) -> HookBalance | None:
     plain_bytes, hook_us = 2 * (ranks - 1) / ranks * one.bytes, one.encode_us + one.decode_us
     if not (one.among_all_ranks and 0 < one.wire_bytes < plain_bytes and hook_us > 0 and one.wire_us):
         return None
-    per_step = max(1, stage.sampled_step_count) * ranks
+    per_step = max(1, stage.bucket_sample_step_count) * ranks
     rates = [one.bits_per_s or 0.0 for each in digest.stages for one in each.traffic if one.among_all_ranks]
-    return HookBalance(
+    return HookCostBenefit(
         hooks=one.hooks,
         saved_bits=8 * (plain_bytes - one.wire_bytes) / per_step,
         sent_share=one.wire_bytes / plain_bytes,
@@ -217,7 +217,7 @@ def hook_balance(digest: RunDigest, stage: StageDigest) -> HookBalance | None:
 
 def _hook_sentences(digest: RunDigest, stage: StageDigest) -> Iterator[str]:
     """Up to which link the hooks pay, and what went through here."""
-    if (balance := hook_balance(digest, stage)) is None:
+    if (balance := hook_cost_benefit(digest, stage)) is None:
         return
     hooks, saved = ", ".join(f"`{name}`" for name in balance.hooks), format_bytes(balance.saved_bits / 8)
     here = f"{format_bit_rate(balance.sent_bits_per_s)} went through, latency included"
@@ -230,13 +230,18 @@ def _hook_sentences(digest: RunDigest, stage: StageDigest) -> Iterator[str]:
     )
 
 
-def _is_on_one_host(run: Run) -> bool:
+def _is_on_one_host(run: RecordedRun) -> bool:
     return len(set(run.started.hosts)) == 1
 
 
-def _advice(digest: RunDigest, stage: StageDigest, late_ranks: Sequence[StragglerTotal]) -> Iterator[str]:
+def _advice_sentences(
+    digest: RunDigest, stage: StageDigest, late_ranks: Sequence[StragglerTotal]
+) -> Iterator[str]:
     """What to try: first what loses nothing, with what it gains at most; then what changes training."""
-    shares, levers = stage.times.shares_by_category, {name: _lever(digest.run, name) for name in _LEVERS}
+    shares, levers = (
+        stage.times.time_shares_by_category,
+        {name: _suggestion(digest.run, name) for name in _SUGGESTIONS},
+    )
     exact, changing = list[tuple[float, str]](), list[str]()
     worst = late_ranks[0] if late_ranks else None
     if worst and _straggler_wait_share(digest, stage, worst) <= _MIN_STRAGGLER_WAIT_SHARE * shares["wait"]:
@@ -250,8 +255,10 @@ def _advice(digest: RunDigest, stage: StageDigest, late_ranks: Sequence[Straggle
         else:
             changing.append(_sync_less_often_phrase(digest, stage))
     late_by_samples = worst is not None and worst.cause in _CAUSES_OF_SHARES
-    all_exchange = {one.policy[0] for one in digest.stages} == {"every_step"} and not digest.shares
-    gain = _balance_gain(stage) if late_by_samples and all_exchange else 0.0
+    all_exchange = {one.sync_policy_and_options[0] for one in digest.stages} == {
+        "every_step"
+    } and not digest.sample_shares
+    gain = _load_balancing_gain(stage) if late_by_samples and all_exchange else 0.0
     if levers["balance"] and gain > _BALANCE_THRESHOLD:
         exact.append((gain, levers["balance"]))
     if data_share > _ADVICE_THRESHOLD:
@@ -261,7 +268,7 @@ def _advice(digest: RunDigest, stage: StageDigest, late_ranks: Sequence[Straggle
     if shares["other"] > _ADVICE_THRESHOLD:
         what = "less work in the script besides forward, backward and optimizer: `other_us` holds the loss, "
         exact.append((shares["other"], f"{what}clipping, logging, and loading data outside of `run.steps`"))
-    balance = hook_balance(digest, stage)
+    balance = hook_cost_benefit(digest, stage)
     pay = balance is not None and balance.sent_bits_per_s < balance.break_even_bits_per_s
     if shares["hook"] > _ADVICE_THRESHOLD and stage.hooks and (not pay or _is_on_one_host(digest.run)):
         exact.append((shares["hook"], levers["cheaper_hooks"]))
@@ -286,10 +293,10 @@ def _advice(digest: RunDigest, stage: StageDigest, late_ranks: Sequence[Straggle
         )
 
 
-def _balance_gain(stage: StageDigest) -> float:
+def _load_balancing_gain(stage: StageDigest) -> float:
     """The share of a step that ranks would save if each had samples in proportion to its speed."""
     parts = [f"{cause}_us" for cause in _CAUSES_OF_SHARES]
-    own_us = [sum(us[part] for part in parts) for us in stage.times.mean_us_by_rank if us]
+    own_us = [sum(us[part] for part in parts) for us in stage.times.mean_parts_us_by_rank if us]
     if not own_us or not min(own_us):
         return 0.0
     return (max(own_us) - harmonic_mean(own_us)) / stage.times.mean_parts_us["step_us"]
@@ -305,16 +312,16 @@ def _lossless_comm_advice(digest: RunDigest, stage: StageDigest) -> Iterator[str
             yield "the hook `hierarchical`, since hosts have several ranks"
     if len(gradients) == 1 and (size := gradients[0].bytes / gradients[0].payloads) > _MIN_SPLIT_BYTES:
         cap = format_value(float(f"{size / 4 / 2**20:.1g}"))
-        what = _lever(digest.run, "bucket_cap").format(cap)
+        what = _suggestion(digest.run, "bucket_cap").format(cap)
         yield f"{what}, since all gradients are in one bucket and nothing overlaps"
 
 
 def _sync_less_often_phrase(digest: RunDigest, stage: StageDigest) -> str:
-    name, options = stage.policy
+    name, options = stage.sync_policy_and_options
     if options:
         now = ", ".join(f"{key}: {flow_yaml(value)}" for key, value in options.items())
         return f"a longer period of `{name}` (`{now}` now)"
-    return f"synchronising less often ({_lever(digest.run, 'syncing_less')})"
+    return f"synchronising less often ({_suggestion(digest.run, 'syncing_less')})"
 
 
 def _straggler_wait_share(digest: RunDigest, stage: StageDigest, late: StragglerTotal) -> float:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ddprun.run_files import replace_atomically
-from ddprun.telemetry.reader import Run
+from ddprun.telemetry.reader import RecordedRun
 from ddprun.telemetry.records import CheckpointWritten
 from ddprun.telemetry.writer import encode_json_line
 from ddprun.units import abbreviated_list
@@ -28,10 +28,10 @@ _FLOW_IDS_PER_RANK = 1_000_000_000
 _BUCKET_KINDS = ("gradient", "delta", "parameters", "buffers", "optimizer")
 _TRACKS_PER_KIND = 10_000
 _EVENTS_WITHOUT_MARK = ("checkpoint_written", "clock_offsets")  # the first one is drawn
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 
 
-def write(run: Run, target: Path, *, steps: tuple[int, int] | None = None) -> int:
+def write_chrome_trace(run: RecordedRun, target: Path, *, steps: tuple[int, int] | None = None) -> int:
     """Write a run's `trace.json`; gives how many steps of those recorded are in it. `steps` are the first and
     the last; None: all, or as many of the last as a browser opens.
     """
@@ -39,14 +39,14 @@ def write(run: Run, target: Path, *, steps: tuple[int, int] | None = None) -> in
     with replace_atomically(target.parent, target.name) as file:
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
         separator = b""
-        for event in _events(run, chosen, with_run=steps is None):
+        for event in _trace_events(run, chosen, with_run=steps is None):
             file.write(separator + encode_json_line(event))
             separator = b","
         file.write(b"]}\n")
     return sum(step in chosen for step in run.recorded_steps)
 
 
-def _choose_steps(run: Run) -> set[int]:
+def _choose_steps(run: RecordedRun) -> set[int]:
     """As many of the last steps as a browser opens, and those that torch's profiler recorded."""
     sample = set(run.recorded_steps[-_SAMPLED_STEPS:])
     of_first_rank = sum(1 for rank in run.ranks[:1] for _ in _rank_events(run, rank, sample))
@@ -54,7 +54,7 @@ def _choose_steps(run: Run) -> set[int]:
     return {*run.recorded_steps[-max(1, room) :], *run.profiled_steps}
 
 
-def _events(run: Run, chosen: range | set[int], *, with_run: bool) -> Iterator[Event]:
+def _trace_events(run: RecordedRun, chosen: range | set[int], *, with_run: bool) -> Iterator[TraceEvent]:
     """The events of these steps; and those of the run, of which most are far from a few steps."""
     yield from _process_and_track_names(run)
     for rank in run.ranks:
@@ -64,7 +64,7 @@ def _events(run: Run, chosen: range | set[int], *, with_run: bool) -> Iterator[E
         yield from _run_events(run)
 
 
-def _process_and_track_names(run: Run) -> Iterator[Event]:
+def _process_and_track_names(run: RecordedRun) -> Iterator[TraceEvent]:
     hosts = run.started.hosts
     yield from _metadata_events(_RUN_PROCESS, None, "run")
     yield from _metadata_events(_RUN_PROCESS, _EVENT_TRACK, "events")
@@ -77,7 +77,7 @@ def _process_and_track_names(run: Run) -> Iterator[Event]:
         yield from _metadata_events(rank + 1, _WAITING_TRACK, "waiting")
 
 
-def _metadata_events(process: int, track: int | None, name: str) -> Iterator[Event]:
+def _metadata_events(process: int, track: int | None, name: str) -> Iterator[TraceEvent]:
     """The name of a track, or of a process (None); they are shown in the order of their numbers."""
     what, at = ("process", {"pid": process + 1}) if track is None else ("thread", _track_ids(process, track))
     index = process if track is None else track
@@ -90,12 +90,12 @@ def _track_ids(process: int, track: int) -> dict[str, int]:
     return {"pid": process + 1, "tid": (process + 1) * _TRACKS_PER_PROCESS + track}
 
 
-def _rank_events(run: Run, rank: int, chosen: range | set[int]) -> Iterator[Event]:
+def _rank_events(run: RecordedRun, rank: int, chosen: range | set[int]) -> Iterator[TraceEvent]:
     def to_rank0_us(at_us: float) -> int:
         # In whole microseconds: slices that lie inside one another on this rank's clock do so on rank 0's.
         return round(run.clocks.on_rank0_clock(rank, at_us))
 
-    def slice_(track: int, name: str, start_us: float, end_us: float, **args: Any) -> Event:
+    def slice_(track: int, name: str, start_us: float, end_us: float, **args: Any) -> TraceEvent:
         start = to_rank0_us(start_us)
         at = {**_track_ids(rank + 1, track), "ts": start, "dur": max(0, to_rank0_us(end_us) - start)}
         return {"ph": "X", "name": name, **at, "args": args}
@@ -133,7 +133,7 @@ def _rank_events(run: Run, rank: int, chosen: range | set[int]) -> Iterator[Even
                 yield slice_(track, "until the last rank is ready", start, min(all_ready, end))
 
 
-def _profiler_events(run: Run, rank: int, chosen: range | set[int]) -> Iterator[Event]:
+def _profiler_events(run: RecordedRun, rank: int, chosen: range | set[int]) -> Iterator[TraceEvent]:
     """What torch's profiler recorded, in tracks of their own below the rank's others."""
     tracks: dict[str, int] = {}
     for line in run.profiler_records(rank):
@@ -143,7 +143,7 @@ def _profiler_events(run: Run, rank: int, chosen: range | set[int]) -> Iterator[
         if name not in tracks:
             tracks[name] = _FIRST_PROFILER_TRACK + len(tracks)
             yield from _metadata_events(rank + 1, tracks[name], f"torch: {name}")
-        event: Event = {key: getattr(line, key) for key in ("ph", "name", "cat", "args")}
+        event: TraceEvent = {key: getattr(line, key) for key in ("ph", "name", "cat", "args")}
         start = run.clocks.on_rank0_clock(rank, line.start_us)
         event |= {**_track_ids(rank + 1, tracks[name]), "ts": round(start, 3)}
         if line.us is not None:
@@ -153,7 +153,7 @@ def _profiler_events(run: Run, rank: int, chosen: range | set[int]) -> Iterator[
             yield event | {"id": rank * _FLOW_IDS_PER_RANK + line.id, "bp": "e"}
 
 
-def _run_events(run: Run) -> Iterator[Event]:
+def _run_events(run: RecordedRun) -> Iterator[TraceEvent]:
     for written in run.events_of(CheckpointWritten):
         # Not a slice of a track: when it is reported, the next one may have begun.
         one = {"cat": "checkpoint", "id": written.step, **_track_ids(_RUN_PROCESS, _CHECKPOINT_TRACK)}

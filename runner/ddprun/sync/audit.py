@@ -6,8 +6,8 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor, nn
 
-from ddprun_hooks.buckets import as_real
-from ddprun_hooks.comm.control import ControlChannel
+from ddprun_hooks.buckets import view_as_real
+from ddprun_hooks.comm.control_channel import ControlChannel
 
 _WORDS_PER_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}  # 32-bit words that are hashed at once, by device
 _CHECKSUM_BITS = 48  # a whole number that float64, in which control messages travel, holds exactly
@@ -24,7 +24,7 @@ class AuditResult(BaseModel, strict=True, frozen=True):
     farthest: str  # the tensor of that value; empty if all are equal
 
 
-def audit(
+def audit_tensors(
     named: Mapping[str, Tensor],
     control: ControlChannel,
     groups: Sequence[Sequence[int]] | None = None,
@@ -39,7 +39,10 @@ def audit(
     `measure_allowed`: by value also where none differs that has to be equal. Distances are over all ranks.
     """
     found = gather_checksums(named, control, "checksums of the parameters")
-    odd, unequal = odd_ranks(found, groups), (found != found[0]).any(0)  # (ranks, tensors), (tensors,)
+    odd, unequal = (
+        differs_from_majority(found, groups),
+        (found != found[0]).any(0),
+    )  # (ranks, tensors), (tensors,)
     judged = zip(named, odd.any(0), strict=True)
     differing = [name for name, differs in judged if differs and name not in exempt]
     if not (differing or measure_allowed):
@@ -66,7 +69,7 @@ def gather_checksums(named: Mapping[str, Tensor], control: ControlChannel, what:
     return control.all_gather(list(map(float, checksums(named.values()))), what)
 
 
-def odd_ranks(found: Tensor, groups: Sequence[Sequence[int]] | None = None) -> Tensor:
+def differs_from_majority(found: Tensor, groups: Sequence[Sequence[int]] | None = None) -> Tensor:
     """Which ranks differ from most of their group, of checksums of shape (ranks, tensors): the same shape."""
     odd = torch.zeros_like(found, dtype=torch.bool)
     for ranks in map(list, groups or [range(len(found))]):
@@ -91,7 +94,7 @@ def checksums(tensors: Iterable[Tensor]) -> list[int]:
 
 def _checksum(tensor: Tensor) -> Tensor:
     """Shape (), int64; its arithmetic is modulo 2^64."""
-    values = as_real(tensor.detach()).reshape(-1).view(torch.uint8)
+    values = view_as_real(tensor.detach()).reshape(-1).view(torch.uint8)
     words = nn.functional.pad(values, (0, -len(values) % 4)).view(torch.int32)
     chunk_words = min(_WORDS_PER_CHUNK.get(tensor.device.type, _WORDS_PER_CHUNK["cpu"]), max(1, len(words)))
     factors = torch.arange(chunk_words, device=tensor.device) * _HASH_MULTIPLIERS[0]
@@ -104,8 +107,8 @@ def _checksum(tensor: Tensor) -> Tensor:
 
 def _largest_difference(tensor: Tensor, control: ControlChannel) -> float:
     """The largest difference between two ranks in one value of a tensor; NaN if one holds a NaN."""
-    real = as_real(tensor.detach())
+    real = view_as_real(tensor.detach())
     values = real.to(torch.promote_types(real.dtype, torch.float32)).reshape(-1)
-    highest = control.largest(values, "the largest value, for the audit")
-    lowest = control.largest(values.neg(), "the smallest value, for the audit").neg_()
+    highest = control.all_reduce_max(values, "the largest value, for the audit")
+    lowest = control.all_reduce_max(values.neg(), "the smallest value, for the audit").neg_()
     return float((highest - lowest).max()) if values.numel() else 0.0

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ddprun.sync.audit import checksums, gather_checksums, odd_ranks
-from ddprun.sync.exchanger import ParameterExchanger, can_be_averaged, restore_values_on_exit
+from ddprun.sync.audit import checksums, differs_from_majority, gather_checksums
+from ddprun.sync.exchanger import TensorExchanger, can_be_averaged, restore_values_on_exit
 from ddprun.sync.plan import BufferPlan, BufferSettings
 from ddprun.units import abbreviated_list
-from ddprun_hooks.comm.control import ControlChannel
+from ddprun_hooks.comm.control_channel import ControlChannel
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class BufferUse:
     @classmethod
     def from_changes(cls, named: Mapping[str, Tensor], changing: Collection[str], *, read: bool) -> Self:
         """Of these buffers, `changing` change, but for counters."""
-        counters = tuple(name for name, buffer in named.items() if is_counter(buffer))
+        counters = tuple(name for name, buffer in named.items() if is_counter_buffer(buffer))
         changing = tuple(name for name in named if name in changing and name not in counters)
         constant = tuple(name for name in named if name not in changing and name not in counters)
         return cls(changing, constant, counters, read, sum(named[name].nbytes for name in changing))
@@ -57,12 +57,12 @@ class BufferUse:
         return f"{change}, and training {'may read' if self.read_in_training else 'never reads'} them"
 
 
-def is_counter(buffer: Tensor) -> bool:
+def is_counter_buffer(buffer: Tensor) -> bool:
     """A whole number that counts something, such as BatchNorm's batches."""
     return buffer.numel() == 1 and not can_be_averaged(buffer)
 
 
-def norm_statistics(modules: Iterable[tuple[str, nn.Module]]) -> set[str]:
+def norm_buffer_names(modules: Iterable[tuple[str, nn.Module]]) -> set[str]:
     """The buffers of torch's own batch and instance norm layers, which write them in training, and read them
     in evaluation mode alone.
     """
@@ -93,19 +93,19 @@ def probe_buffer_use(
 
     `forward` is a pass in training mode that leaves no trace, on one batch with the same random numbers: from
     buffers that have other values, by name, to the loss and the buffers after it. That two losses are equal
-    proves little (a second pass leaves a moving minimum as it is), so it counts for `norm_statistics` alone.
+    proves little (a second pass leaves a moving minimum as it is), so it counts for norm buffers alone.
     """
     before = clone_buffers(model)
     first, after = forward({})
     changing = [
         name
         for name, buffer in before.items()
-        if not is_counter(buffer)
+        if not is_counter_buffer(buffer)
         and _same_shape(now := after.get(name), buffer)  # no cache that a pass has made longer
         and not _bitwise_equal(buffer, now)
     ]
     second, _ = forward(after)  # whatever changed here: a model may call collectives
-    unread = norm_statistics(model.named_modules()).issuperset(changing) and _bitwise_equal(second, first)
+    unread = norm_buffer_names(model.named_modules()).issuperset(changing) and _bitwise_equal(second, first)
     return BufferUse.from_changes(before, changing, read=bool(changing) and not unread)
 
 
@@ -132,7 +132,7 @@ class BufferSync:
     """Sends buffers when the setting says so; all ranks hold the same ones now."""
 
     def __init__(
-        self, model: nn.Module, exchanger: ParameterExchanger, use: BufferUse, setting: BufferSettings
+        self, model: nn.Module, exchanger: TensorExchanger, use: BufferUse, setting: BufferSettings
     ) -> None:
         self.use = use
         self._model, self._exchanger = model, exchanger
@@ -140,7 +140,7 @@ class BufferSync:
         self.begin_stage(setting, gradients_everywhere=True)
 
     @property
-    def _named(self) -> dict[str, Tensor]:
+    def _current_buffers(self) -> dict[str, Tensor]:
         """The buffers as they are now, by name; of one that has another shape, the last values in common."""
         now = dict(self._model.named_buffers())
         return {
@@ -149,32 +149,32 @@ class BufferSync:
         }
 
     def begin_stage(self, setting: BufferSettings, *, gradients_everywhere: bool) -> None:
-        self.plan = self.use.plan(setting, self._named, gradients_everywhere=gradients_everywhere)
+        self.plan = self.use.plan(setting, self._current_buffers, gradients_everywhere=gradients_everywhere)
 
-    def before_forward(self) -> bool:
+    def sync_before_forward(self) -> bool:
         """Send, if forward passes want the same buffers on all ranks; whether it was done. As under DDP, this
         comes before the first pass of a step, of a turn, and of a call of a closure.
         """
-        return self.average_or_broadcast(self.plan.before_forward())
+        return self.average_or_broadcast(self.plan.names_before_forward())
 
-    def assumed_equal(self) -> dict[str, Tensor]:
+    def buffers_not_synchronized(self) -> dict[str, Tensor]:
         """Those that `auto` does not send in a stage's steps, although a forward pass may read them: the same
         names on all ranks. Running statistics that a layer only writes, in training mode, count as equal.
         """
         if self.plan.setting.when != "auto":
             return {}
-        written = norm_statistics(named for named in self._model.named_modules() if named[1].training)
+        written = norm_buffer_names(named for named in self._model.named_modules() if named[1].training)
         sent = self.plan.changing if self.plan.read_in_training else ()
-        held = self._named | {name: self._common_values[name] for name in written}
+        held = self._current_buffers | {name: self._common_values[name] for name in written}
         return {name: held[name] for name in self.plan.names if name not in sent}
 
-    def before_evaluate_or_save(self) -> tuple[str, ...]:
+    def equalize_before_evaluate_or_save(self) -> tuple[str, ...]:
         """Make all ranks' buffers equal, unless the setting is `never`: an evaluate or a save stage comes.
 
         Only what has changed on some rank since ranks were last equal is sent. Gives the names of those;
         under `never`, of those that differ from what they were.
         """
-        named, common = self._named, self._common_values
+        named, common = self._current_buffers, self._common_values
         if not named:
             return ()
         averageable = torch.tensor([can_be_averaged(buffer) for buffer in named.values()])
@@ -185,17 +185,17 @@ class BufferSync:
         wanted = [name for name, flag in zip(named, flags, strict=True) if flag]
         if self.plan.setting.when != "never":
             self.average_or_broadcast(wanted)
-            self._common_values = {name: one.detach().clone() for name, one in self._named.items()}
+            self._common_values = {name: one.detach().clone() for name, one in self._current_buffers.items()}
         return tuple(wanted)
 
     @contextmanager
     def temporarily_equal(self) -> Iterator[tuple[str, ...]]:
         """Inside, buffers are as before an evaluate stage; then each rank has its own again, bit for bit.
-        Gives the same names as `before_evaluate_or_save`.
+        Gives the same names as `equalize_before_evaluate_or_save`.
         """
         own, common_values = clone_buffers(self._model), self._common_values
         try:
-            yield self.before_evaluate_or_save()
+            yield self.equalize_before_evaluate_or_save()
         finally:
             self._common_values = common_values
             load_buffers(self._model, own)
@@ -212,7 +212,7 @@ class BufferSync:
         """Make these equal; whether there are any."""
         if not names:
             return False
-        held = self._named
+        held = self._current_buffers
         named = {name: held[name] for name in names}
         averaged, broadcast = split_averaged_and_broadcast(named, self.plan.setting)
         self._exchanger.equalize(averaged, "buffers")
@@ -235,7 +235,7 @@ class FrozenParameterSync:
     """
 
     def __init__(
-        self, model: nn.Module, exchanger: ParameterExchanger, report: Callable[[Sequence[str]], None]
+        self, model: nn.Module, exchanger: TensorExchanger, report: Callable[[Sequence[str]], None]
     ) -> None:
         self._everything: dict[str, Tensor] = dict(model.named_parameters())
         self.set_trained_names(trainable_parameters(model))
@@ -272,7 +272,7 @@ class FrozenParameterSync:
         if not self.parameters or self._control.size == 1:
             return {}
         found = gather_checksums(self.parameters, self._control, "checksums of the frozen parameters")
-        flags = zip(self.parameters.items(), odd_ranks(found).any(0), strict=True)
+        flags = zip(self.parameters.items(), differs_from_majority(found).any(0), strict=True)
         differing = {name: param for (name, param), differs in flags if differs}
         if new := [name for name in differing if name not in self._reported]:
             self._reported.update(new)

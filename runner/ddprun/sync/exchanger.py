@@ -21,20 +21,20 @@ from ddprun.telemetry.recorder import StepRecorder
 from ddprun_hooks.buckets import TensorBuckets
 from ddprun_hooks.comm.groups import RankGroup
 from ddprun_hooks.comm.trace import BucketTrace
-from ddprun_hooks.exchange import Exchange
+from ddprun_hooks.comm_context import CommContext
+from ddprun_hooks.comm_queue import CommQueue
 from ddprun_hooks.payload import Payload, PayloadKind
-from ddprun_hooks.queue import CommQueue
 from ddprun_hooks.stack import Stack, broadcast_stack
 
 PendingExchange = tuple[Future[Tensor], BucketTrace[Any]]  # a payload under way: its mean, and its trace
 
 
-class ParameterExchanger:
+class TensorExchanger:
     """What policies send with. The recorder takes the traces, and how long the training thread waited for
     them; `cap_bytes` is the largest size of a bucket.
     """
 
-    def __init__(self, exchange: Exchange, recorder: StepRecorder, cap_bytes: float) -> None:
+    def __init__(self, exchange: CommContext, recorder: StepRecorder, cap_bytes: float) -> None:
         self.exchange, self.cap_bytes, self._recorder = exchange, cap_bytes, recorder
         self._all_reduce_stack = Stack([])
 
@@ -42,13 +42,13 @@ class ParameterExchanger:
         """Start sending a payload; `wait` waits for it. All ranks send in one order."""
         traces: list[BucketTrace[Any]] = []
         future = queue.send(payload, stack, traces, group)
-        self._recorder.sync.sent.append(traces[0])
+        self._recorder.non_backward_exchanges.sent.append(traces[0])
         return future, traces[0]
 
     def wait(self, pending: PendingExchange) -> Tensor:
         """Wait for a payload: the mean over ranks, in the payload's own memory."""
         future, trace = pending
-        marks, start = self._recorder.sync, self._recorder.mark()
+        marks, start = self._recorder.non_backward_exchanges, self._recorder.mark()
         mean: Tensor = future.wait()
         marks.waits.append((start, self._recorder.mark()))
         marks.completed.append(trace)
@@ -79,7 +79,10 @@ class ParameterExchanger:
             buckets.copy_to_tensors(index, self.wait(one))
 
 
-_COUNTERS = {"step": 0.0, "mu_product": 1.0}  # torch's counts, and what is made of them, before a step
+_OPTIMIZER_COUNTERS = {
+    "step": 0.0,
+    "mu_product": 1.0,
+}  # torch's counts, and what is made of them, before a step
 
 
 def averageable_state(optimizer: Optimizer) -> dict[str, Tensor]:
@@ -88,12 +91,12 @@ def averageable_state(optimizer: Optimizer) -> dict[str, Tensor]:
         f"{index}.{name}": value
         for index, param in enumerate(_params(optimizer))
         for name, value in sorted(optimizer.state.get(param, {}).items())
-        if isinstance(value, Tensor) and not _is_counter(name, value) and can_be_averaged(value)
+        if isinstance(value, Tensor) and not _is_optimizer_counter(name, value) and can_be_averaged(value)
     }
 
 
 def average_optimizer_state(
-    optimizer: Optimizer, exchanger: ParameterExchanger, group: RankGroup | None = None
+    optimizer: Optimizer, exchanger: TensorExchanger, group: RankGroup | None = None
 ) -> None:
     """Overwrite the optimizer's state by its mean over ranks, and counters by those of the rank with most
     steps: one whose gradients were not finite has taken less, or none.
@@ -109,8 +112,8 @@ def average_optimizer_state(
         shapes = str([(name, tuple(value.shape)) for name, value in named.items()])
         control.check_agreement("the optimizer's state", shapes)
         states = [optimizer.state.get(param, {}) for param in _params(optimizer)]
-        pairs = ((kept, name) for kept in states for name in _COUNTERS)
-        counters = [(kept, name) for kept, name in pairs if _is_counter(name, kept.get(name))]
+        pairs = ((kept, name) for kept in states for name in _OPTIMIZER_COUNTERS)
+        counters = [(kept, name) for kept, name in pairs if _is_optimizer_counter(name, kept.get(name))]
         if counters:
             numbers = [float(kept[name]) for kept, name in counters]
             gathered = control.all_gather(numbers, "optimizers' counters")  # (ranks, counters)
@@ -119,7 +122,7 @@ def average_optimizer_state(
     exchanger.equalize(named, "optimizer", group=group)
 
 
-def mean_optimizer_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_optimizer_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One state for optimizers of another number of ranks, as `average_optimizer_state` makes it, from
     `Optimizer.state_dict` of each rank. A rank that has not stepped has no state of a parameter; the others'
     is averaged.
@@ -135,7 +138,7 @@ def mean_optimizer_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _merge_entry(name: str, values: Sequence[Any]) -> Any:
-    if _is_counter(name, values[0]):
+    if _is_optimizer_counter(name, values[0]):
         return (max if name == "step" else min)(values)
     if isinstance(values[0], Tensor) and can_be_averaged(values[0]):
         return mean_of(values)
@@ -198,8 +201,8 @@ def initialize_optimizer_state(optimizer: Optimizer) -> None:
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)  # some optimizers count their steps there
     for param in lacking:
-        for name, start in _COUNTERS.items():
-            if _is_counter(name, optimizer.state[param].get(name)):
+        for name, start in _OPTIMIZER_COUNTERS.items():
+            if _is_optimizer_counter(name, optimizer.state[param].get(name)):
                 _set_counter(optimizer.state[param], name, start)
     for param, gradient in zip(everything, gradients, strict=True):
         param.grad = gradient
@@ -209,11 +212,11 @@ def _params(optimizer: Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def _is_counter(name: str, value: Any) -> bool:
+def _is_optimizer_counter(name: str, value: Any) -> bool:
     """Whether an entry of a parameter's state is one of torch's counters."""
     if isinstance(value, Tensor):
-        return name in _COUNTERS and value.numel() == 1
-    return name in _COUNTERS and isinstance(value, int | float)
+        return name in _OPTIMIZER_COUNTERS and value.numel() == 1
+    return name in _OPTIMIZER_COUNTERS and isinstance(value, int | float)
 
 
 def _set_counter(kept: dict[str, Any], name: str, number: float) -> None:

@@ -12,7 +12,7 @@ from pydantic import ConfigDict, TypeAdapter, model_serializer, model_validator
 from ddprun.options import CustomValidator, Options, PositiveFloat, PositiveInt, expected, problem
 
 GradientScope = Literal["all", "host"] | None  # among which ranks backward averages
-Consistency = Literal["common", "host", "apart"]  # all ranks hold the same, those of a host, or none
+ConsistencyScope = Literal["common", "host", "apart"]  # all ranks hold the same, those of a host, or none
 Effect = Literal["nothing", "common", "host", "hosts_apart", "apart"]
 """What a step did to the ranks' parameters. `nothing`: equal ones stay equal. `common`: all ranks have the
 same now. `host`: the ranks of each host have. `hosts_apart`: ranks of one host stay equal if they were, hosts
@@ -27,7 +27,7 @@ def is_due(every: int | None, step: int) -> bool:
     return every is not None and every > 0 and step % every == 0
 
 
-class Round(Options):
+class LocalRound(Options):
     """Local updates of each rank between two exchanges, as many as its speed allows: together one step. A
     slower rank makes fewer, as in DyLU (Liu et al. 2024, arXiv:2401.09135).
     """
@@ -49,26 +49,26 @@ class Round(Options):
         return f"{{{key}: {value if key == 'samples' else format(value, 'g')}}}"
 
 
-_STEPS, _ROUNDS = TypeAdapter(PositiveInt), Round.model_fields.keys()
+_STEPS, _ROUND_KEYS = TypeAdapter(PositiveInt), LocalRound.model_fields.keys()
 
 
 def _parse_period(value: Any) -> Any:
-    if isinstance(value, Round):
+    if isinstance(value, LocalRound):
         return value
     if isinstance(value, int | float):
         return _STEPS.validate_python(value, strict=True)
-    if not isinstance(value, dict) or len(value) != 1 or None in value.values() or value.keys() - _ROUNDS:
+    if not isinstance(value, dict) or len(value) != 1 or None in value.values() or value.keys() - _ROUND_KEYS:
         raise expected("a number of steps or a round", "write a number, {samples: N} or {seconds: S}")
-    return Round.model_validate(value)
+    return LocalRound.model_validate(value)
 
 
-Period = Annotated[PositiveInt | Round, CustomValidator(_parse_period)]
+Period = Annotated[PositiveInt | LocalRound, CustomValidator(_parse_period)]
 """From one exchange to the next: a number of steps, or a round, which is one step."""
 
 
-def split_period(period: "int | Round") -> tuple[int, "Round | None"]:
+def period_steps_and_round(period: "int | LocalRound") -> tuple[int, "LocalRound | None"]:
     """Its number of steps, and what a step is, if it is a round."""
-    return (1, period) if isinstance(period, Round) else (period, None)
+    return (1, period) if isinstance(period, LocalRound) else (period, None)
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class SyncPlan:
     transfers: tuple[Transfer, ...] = ()  # in the order in which they start after one step
     hosts: int | None = None  # into how many hosts `host` splits the ranks; None: as they were launched
     changes_weights: bool = True  # False: nothing in the stage changes weights
-    round: Round | None = None  # what a step is, if each rank takes as many updates in it as it manages
+    round: LocalRound | None = None  # what a step is, if each rank takes as many updates in it as it manages
     keeps_apart: bool = False
     """Ranks are meant to differ: a stage before this one need not make them equal, and this one cannot be
     resumed with a different number of ranks."""
@@ -269,14 +269,14 @@ class BufferPlan:
     read_in_training: bool  # a forward pass may depend on the changing ones
     gradients_everywhere: bool  # in every step; else a forward pass is no time to synchronise, either
 
-    def before_forward(self) -> tuple[str, ...]:
+    def names_before_forward(self) -> tuple[str, ...]:
         """Before the first forward pass of a step: those it may read, so that all ranks read the same."""
         when = self.setting.when
         if when == "auto" and self.read_in_training and self.gradients_everywhere:
             return self.changing
         return self.names if when == "every_forward" else ()
 
-    def after_step(self, step: int, *, synchronized: bool) -> tuple[str, ...]:
+    def names_after_step(self, step: int, *, synchronized: bool) -> tuple[str, ...]:
         """After a step, counted from 1 in the stage; `synchronized`: the policy has exchanged something."""
         if self.setting.when == "every" and self.synchronizes(step):
             return self.names
@@ -305,8 +305,8 @@ class DueTransfers:
 
     applied: Sequence[int]  # that were in flight
     started: Sequence[int]  # those without a delay are applied at once
-    unchanged: Container[int] = ()  # since whose start no step was taken
-    unmixed: Sequence[int] = ()  # whose common weights are taken now, without this rank's own part
+    without_steps_since: Container[int] = ()  # since whose start no step was taken
+    reset_to_common: Sequence[int] = ()  # whose common weights are taken now, without this rank's own part
     at_end: bool = False  # training is over, so nothing overlaps with it, and all changes travel at once
 
 
@@ -318,7 +318,7 @@ class PlanProgress:
         self.steps_since_start = [0] * len(plan.transfers)  # of each transfer: steps since it started last
         self.in_flight: set[int] = set()  # indices of transfers that have started and are not applied
 
-    def after_step(self, step: int) -> tuple[DueTransfers, Effect]:
+    def advance_step(self, step: int) -> tuple[DueTransfers, Effect]:
         """Advance by a step of the optimizer; gives also the effect on the ranks' parameters."""
         transfers = self.plan.transfers
         if not transfers:
@@ -346,7 +346,7 @@ class PlanProgress:
             return "host"
         return "hosts_apart" if plan.gradients == "host" else "apart"
 
-    def finish(self, *, reconcile: bool) -> tuple[DueTransfers, Effect]:
+    def finish_stage(self, *, reconcile: bool) -> tuple[DueTransfers, Effect]:
         """The stage is over: apply what is in flight; if to `reconcile`, after a last short round."""
         since, transfers = self.steps_since_start, [*enumerate(self.plan.transfers)]
         unchanged = {index for index, steps in enumerate(since) if not steps}
@@ -367,8 +367,8 @@ class PlanProgress:
 class ReplicaConsistency:
     """Which ranks hold the same parameters, and the same optimizer state."""
 
-    parameters: Consistency = "common"
-    optimizer: Consistency = "common"
+    parameters: ConsistencyScope = "common"
+    optimizer: ConsistencyScope = "common"
     mutated_at: int = -1  # after how many steps of the run each rank changed its weights in a way of its own
     hosts: int | None = None  # into which the running stage splits the ranks; None: as launched
     averages_differ: bool = False  # the ranks' averages of the weights (`ema`)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddprun.sync.buffers import FrozenParameterSync
-from ddprun.sync.exchanger import ParameterExchanger, PendingExchange, average_optimizer_state, mean_of
+from ddprun.sync.exchanger import PendingExchange, TensorExchanger, average_optimizer_state, mean_of
 from ddprun.sync.plan import DueTransfers, OuterOptimizer, PlanProgress, SyncPlan, Transfer
 from ddprun_hooks.buckets import TensorBuckets
 from ddprun_hooks.comm.groups import (
@@ -21,7 +21,7 @@ from ddprun_hooks.comm.groups import (
     GroupRequirements,
     RankGroup,
     merge_requirements,
-    requirements_of_leg,
+    requirements_in_scope,
 )
 from ddprun_hooks.payload import Payload
 from ddprun_hooks.stack import Stack
@@ -37,7 +37,7 @@ class Synchronizer:
     progress: PlanProgress
     frozen: FrozenParameterSync  # and the trained ones, which travel
     optimizer: Optimizer
-    exchanger: ParameterExchanger
+    exchanger: TensorExchanger
     stack: Stack  # the stage's hooks, among all ranks
     host_stack: Stack  # the stage's hooks among the ranks of one host
     outer_momentum: dict[str, dict[str, Tensor]]
@@ -59,7 +59,7 @@ class Synchronizer:
     def _make_delta_exchange(self, transfer: Transfer) -> "DeltaExchange":
         stack, group, among = self.stack, self.exchanger.exchange.delta_queue.world, "all"
         if transfer.among == "host":
-            stack, group, among = self.host_stack, group.splits[self.plan.hosts][0], "host"
+            stack, group, among = self.host_stack, group.splits_by_host_count[self.plan.hosts][0], "host"
         buckets, outer = self._buckets[transfer.fragment], transfer.outer or _PLAIN_AVERAGING
         momentum = self.outer_momentum.setdefault(among, {})
         return DeltaExchange(buckets, self.exchanger, stack, group, outer, momentum)
@@ -67,9 +67,9 @@ class Synchronizer:
     def set_delta_bases(self) -> None:
         """The stage begins, and all ranks have the same parameters: changes are counted from these."""
         for delta in self._deltas.values():
-            delta.set_base()
+            delta.set_base_to_weights()
 
-    def signature(self) -> str:
+    def agreement_description(self) -> str:
         """What must be the same on all ranks."""
         return repr((self.plan, [buckets.layouts for buckets in self._buckets.values()]))
 
@@ -103,11 +103,11 @@ class Synchronizer:
                 own[name] = [mean_of(tensors) for tensors in zip(*of_ranks, strict=True)]
         return merged
 
-    def run(self, chosen: DueTransfers) -> None:
+    def apply_and_start_transfers(self, chosen: DueTransfers) -> None:
         """Apply the transfers that are in flight, and start others."""
         transfers, at_end = self.plan.transfers, chosen.at_end
         for index in chosen.applied:
-            own_part, changed = transfers[index].own_part, index not in chosen.unchanged
+            own_part, changed = transfers[index].own_part, index not in chosen.without_steps_since
             self._deltas[index].wait_and_apply(own_part, weights_changed=changed)
         changes = [index for index in chosen.started if index in self._deltas]
         for index in changes:
@@ -118,8 +118,8 @@ class Synchronizer:
         if at_end:
             for index in changes:
                 self._deltas[index].wait_and_apply()
-            for index in chosen.unmixed:
-                self._deltas[index].take_base()
+            for index in chosen.reset_to_common:
+                self._deltas[index].reset_weights_to_base()
         for index in chosen.started:
             if index not in self._deltas:
                 self._exchange_without_hooks(transfers[index])
@@ -131,14 +131,15 @@ class Synchronizer:
         if any(transfers[index].equalizes for index in chosen.started):
             for index, delta in self._deltas.items():
                 if transfers[index].among == "host":
-                    delta.set_base()  # changes inside a host are counted from what all ranks have now
+                    # Changes inside a host are counted from what all ranks have now.
+                    delta.set_base_to_weights()
 
     def _exchange_without_hooks(self, transfer: Transfer) -> None:
         """Exchange the optimizer's state, or parameters, past all hooks."""
         exchanger, world = self.exchanger, self.exchanger.exchange.plain_queue.world
         group: RankGroup | None = None
         if transfer.among == "host":
-            group = world.splits[self.plan.hosts][0]
+            group = world.splits_by_host_count[self.plan.hosts][0]
         elif transfer.among != "all":
             group = world.partition_groups[transfer.among.parts(world.size)]
         if transfer.what == "optimizer":
@@ -152,7 +153,7 @@ class DeltaExchange:
     """One part of the parameters: the weights last held in common, and the exchange of their change."""
 
     buckets: TensorBuckets
-    exchanger: ParameterExchanger
+    exchanger: TensorExchanger
     stack: Stack
     group: RankGroup  # of the exchanger's queue of deltas
     outer: OuterOptimizer  # what becomes of the mean change
@@ -187,11 +188,11 @@ class DeltaExchange:
         """An exchange has begun and is not applied yet."""
         return bool(self._pending or self._means)
 
-    def set_base(self) -> None:
+    def set_base_to_weights(self) -> None:
         """The ranks have the same weights now."""
         self._base = [self.buckets.flatten(index) for index in range(len(self.buckets.layouts))]
 
-    def take_base(self) -> None:
+    def reset_weights_to_base(self) -> None:
         """Take the weights that the ranks last had in common."""
         for index, base in enumerate(self._base):
             self.buckets.copy_to_tensors(index, base)
@@ -238,7 +239,7 @@ class DeltaExchange:
         return {"base": [*self._base], "left": [*self._weights_at_send], "means": [*self._means]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from there; comes after `set_base`."""
+        """Continue from there; comes after `set_base_to_weights`."""
         self._base, self._weights_at_send, self._means = (
             [one.clone().to(base) for one, base in zip(state[name], self._base, strict=True)]
             if state[name]
@@ -276,7 +277,7 @@ def buckets_by_fragment(
 
 
 def split_into_fragments(named: Mapping[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
-    """Neighbouring parameters in `parts` groups of about equal size; `check_sync` refuses too many."""
+    """Neighbouring parameters in `parts` groups of about equal size. Too many were refused before."""
     items = list(named.items())
     total, done = sum(tensor.numel() for tensor in named.values()), 0
     groups: list[dict[str, Tensor]] = [{}]
@@ -291,7 +292,7 @@ def split_into_fragments(named: Mapping[str, Tensor], parts: int) -> list[dict[s
 
 
 class GroupsByQueue(NamedTuple):
-    """Among which ranks each queue exchanges, as `ddprun_hooks.exchange.Exchange` has them."""
+    """Among which ranks each queue exchanges, as `ddprun_hooks.comm_context.CommContext` has them."""
 
     gradients: GroupRequirements
     deltas: GroupRequirements
@@ -306,7 +307,7 @@ class GroupsByQueue(NamedTuple):
 
 def queue_requirements(plan: SyncPlan, stack: Stack, host_stack: Stack, ranks: int) -> GroupsByQueue:
     """What a stage with this plan needs, with its hooks among all ranks and among those of one host."""
-    in_hosts = requirements_of_leg("within", host_stack.requirements, plan.hosts)
+    in_hosts = requirements_in_scope("within", host_stack.requirements, plan.hosts)
     gradients = {"all": stack.requirements, "host": in_hosts, None: {}}[plan.gradients]
     deltas: list[GroupRequirements] = []
     plain: list[GroupRequirements] = [{GroupRequirement("world"): 1}]

@@ -1,6 +1,6 @@
 """Clocks: marks that cost next to nothing in a step and become microseconds afterwards.
 
-The recorder and the dispatcher take marks while a step runs (`recorder.py`); `steps.resolve_steps` reads them
+The recorder and the dispatcher take marks while a step runs (`recorder.py`); `resolve_step_marks` reads them
 once the step is over. `GradientTimes` takes more of them in backward, if the pipeline asks for that.
 """
 
@@ -29,12 +29,12 @@ class Clock:
     mark: Callable[[], Any] = staticmethod(time.monotonic_ns)
     """Notes this moment: nanoseconds of the monotonic clock. No code of our own runs in the step."""
 
-    def us(self, mark: Any) -> int:
+    def mark_to_us(self, mark: Any) -> int:
         """A mark in whole microseconds of this rank's monotonic clock, as `now_us` gives them."""
         microseconds: int = mark // 1000
         return microseconds
 
-    def times(self, marks: list[Any]) -> list[int]:
+    def marks_to_us(self, marks: list[Any]) -> list[int]:
         return [mark // 1000 for mark in marks]
 
     def read_traces(self, traces: Sequence[BucketTrace[Any]]) -> Sequence[BucketTrace[int]]:
@@ -87,23 +87,24 @@ class StreamClock(Clock):
     def mark(self) -> StreamTimestamp:
         return self._gpu.record_timestamp()
 
-    def us(self, mark: StreamTimestamp | int) -> int:
+    def mark_to_us(self, mark: StreamTimestamp | int) -> int:
         if isinstance(mark, int):
             return mark  # read ahead
         if mark.us is None:
             event = mark.event
             if not event.query():  # type: ignore[no-untyped-call]
                 event.synchronize()  # it releases the GIL, and to get that back may take long
-            mark.set_time(round(self._time_of(event)))
+            mark.resolve_time(round(self._time_of(event)))
         assert mark.us is not None
         return mark.us
 
-    def times(self, marks: list[StreamTimestamp | int]) -> list[int]:
-        return [self.us(mark) for mark in marks]
+    def marks_to_us(self, marks: list[StreamTimestamp | int]) -> list[int]:
+        return [self.mark_to_us(mark) for mark in marks]
 
     def read_traces(self, traces: Sequence[BucketTrace[Any]]) -> Sequence[BucketTrace[int]]:
         return [
-            trace if isinstance(trace.ready, int) else trace.convert_times_to_us(self.us) for trace in traces
+            trace if isinstance(trace.ready, int) else trace.convert_times_to_us(self.mark_to_us)
+            for trace in traces
         ]
 
     def training_thread_hook_us(self, trace: BucketTrace[Any]) -> int:
@@ -112,7 +113,7 @@ class StreamClock(Clock):
     def reanchor(self) -> None:
         event, host_us = self._base_event()
         device_us = self._time_of(event)
-        self._gpu.give_back(self._base)
+        self._gpu.return_event(self._base)
         self._base, self._base_us = event, device_us
         drift_us = host_us - device_us
         self._rate = 1.0 + max(-_MAX_DRIFT_RATE, min(_MAX_DRIFT_RATE, drift_us / 1e6))

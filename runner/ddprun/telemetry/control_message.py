@@ -1,10 +1,10 @@
 """Control messages: what ranks tell each other about the steps in which they exchange something.
 
 A `MessageAccumulator` adds up this rank's numbers from one message to the next, and makes messages of
-resolved steps (`steps.py`). The recorder posts those of half a second together and reads those of all ranks a
-step later. `all_ready_us` matches their ready times with this rank's traces, so that
-`steps.split_exposed_time` can split its waiting; `recorder.combine_messages` and `stragglers.py` read the
-rest.
+resolved steps (`step_timing.py`). The recorder posts those of half a second together and reads those of all
+ranks a step later. `all_ready_us` matches their ready times with this rank's traces, so that
+`step_timing.split_exposed_time` can split its waiting; `recorder.combine_messages` and `stragglers.py` read
+the rest.
 
 A message is a row of numbers: first those in `SUMS`, added up since the message before; then requests, the
 first finding of hooks, and times at which buckets were ready, in microseconds of rank 0's clock (0: none).
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ddprun.telemetry.records import OWN_PARTS
-from ddprun.telemetry.steps import FloatArray, IntArray, ResolvedSteps, means_of
+from ddprun.telemetry.step_timing import FloatArray, IntArray, ResolvedSteps, means_of
 from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.payload import Finding
 
@@ -29,13 +29,14 @@ SUMS = ("samples", "steps", "us", *OWN_PARTS)
 
 SAMPLES_AT, STEPS_AT, US_AT, OWN_AT = range(4)
 REQUESTS_AT = len(SUMS)
-_SYNC_COLUMNS = 8
+_SYNC_COLUMN_COUNT = 8
 FINDING_AT = REQUESTS_AT + 1
-SYNC_READY_AT = FINDING_AT + _SYNC_COLUMNS
+SYNC_READY_AT = FINDING_AT + _SYNC_COLUMN_COUNT
 READY_AT = SYNC_READY_AT + 1
 """Where in a message are: the first finding (`first_finding`); when the last bucket of the exchange outside
 backward was ready in which ranks wait for a late one, with columns for earlier ones before it
-(`_sync_columns`); when each gradient bucket was ready, by its number, zeros if this rank exchanged none.
+(`_sync_column_by_trace`); when each gradient bucket was ready, by its number, zeros if this rank exchanged
+none.
 """
 
 _COMPUTE = ("forward_us", "backward_us", "optimizer_us")
@@ -53,7 +54,7 @@ class OwnMessages:
     steps: list[int]  # that each is about; behind them the stage's last step, if `add_remainder` was called
     rows: list[int]  # these steps' rows in `ResolvedSteps`; the remainder of a stage has none
     findings: dict[int, Sequence[BucketTrace[int]]]  # by message, traces in which hooks have found something
-    values: FloatArray = field(default_factory=lambda: np.zeros((0, 0)))
+    weighted_sums: FloatArray = field(default_factory=lambda: np.zeros((0, 0)))
     """Of the loss and the numbers beside it: sums, then weights; shape (messages, 2 * numbers)."""
 
     def add_remainder(self, remainder: "MessageAccumulator", last_step: int) -> None:
@@ -65,7 +66,9 @@ class OwnMessages:
         self.findings[len(self.steps)] = remainder.traces_with_findings
         self.steps.append(last_step)
         self.numbers = np.vstack((self.numbers, row))
-        self.values = np.vstack((self.values, remainder.value_sums_or_zeros(self.values.shape[1])))
+        self.weighted_sums = np.vstack(
+            (self.weighted_sums, remainder.value_sums_or_zeros(self.weighted_sums.shape[1]))
+        )
 
 
 def empty_messages(turns: Sequence[range], values: int = 0) -> OwnMessages:
@@ -81,7 +84,9 @@ class MessageAccumulator:
     last_step: int = 0
     first_finding: int = 0  # code of the first bucket that did not come back finite
     traces_with_findings: list[BucketTrace[int]] = field(default_factory=list)  # of hooks
-    values: FloatArray = field(default_factory=lambda: np.zeros(0))  # as in messages; empty: none so far
+    weighted_sums: FloatArray = field(
+        default_factory=lambda: np.zeros(0)
+    )  # as in messages; empty: none so far
 
     def state_dict(self, value_names: Sequence[str]) -> dict[str, Any]:
         """As a checkpoint can hold it, with the numbers beside the loss by name."""
@@ -97,16 +102,16 @@ class MessageAccumulator:
         unknown = [math.nan if sums[SAMPLES_AT] else 0.0, 0.0]
         pairs = [state["loss"], *(state["values"].get(name, unknown) for name in value_names)]
         values = np.array(pairs, dtype=np.float64).T.ravel()
-        return cls(sums, state["last_step"], state["first_finding"], values=values)
+        return cls(sums, state["last_step"], state["first_finding"], weighted_sums=values)
 
     def value_sums_or_zeros(self, count: int) -> FloatArray:
         """What has been added up of numbers beside the loss: so many sums and weights."""
-        return self.values if len(self.values) else np.zeros(count)
+        return self.weighted_sums if len(self.weighted_sums) else np.zeros(count)
 
     def note_findings(self, traces: Iterable[BucketTrace[int]]) -> None:
         """Keep what hooks have found in these traces, and the first of it as a number."""
         if found := [trace for trace in traces if trace.findings]:
-            first = next((int(finding.code) for _, finding in _nonfinite(found)), 0)
+            first = next((int(finding.code) for _, finding in _nonfinite_findings(found)), 0)
             self.first_finding = self.first_finding or first
             self.traces_with_findings += found
 
@@ -118,7 +123,7 @@ class MessageAccumulator:
         """
         steps = resolved.steps
         rows = [row for row, step in enumerate(steps) if step.exchanged]
-        values = self._take_means(resolved)
+        values = self._sum_values_by_message(resolved)
         numbers = np.zeros((len(rows), message_length(turns)))
         self._put_sums(resolved, rows, numbers)
         if rows:
@@ -128,23 +133,23 @@ class MessageAccumulator:
         numbers_of = [steps[row].number for row in rows]
         return OwnMessages(numbers, numbers_of, rows, findings, values)
 
-    def _take_means(self, resolved: ResolvedSteps) -> FloatArray:
+    def _sum_values_by_message(self, resolved: ResolvedSteps) -> FloatArray:
         """The loss and the numbers beside it, for each message; keeps what there is since the last one."""
-        count, sums = resolved.sums.shape[1], list[FloatArray]()
+        count, sums = resolved.weighted_sums.shape[1], list[FloatArray]()
         running = self.value_sums_or_zeros(count)
-        for step, values in zip(resolved.steps, resolved.sums, strict=True):
+        for step, values in zip(resolved.steps, resolved.weighted_sums, strict=True):
             running = running + values
             if step.exchanged:
                 sums.append(running)
                 running = np.zeros(count)
-        self.values = running
+        self.weighted_sums = running
         return np.array(sums).reshape(len(sums), count)
 
     def _put_sums(self, resolved: ResolvedSteps, rows: Sequence[int], numbers: FloatArray) -> None:
         """Put the sums into the messages; keeps those since the last one."""
         running = np.empty((1 + len(resolved.steps), len(SUMS)))
         running[0] = self.sums
-        running[1:, SAMPLES_AT] = resolved.sums[:, resolved.sums.shape[1] // 2]
+        running[1:, SAMPLES_AT] = resolved.weighted_sums[:, resolved.weighted_sums.shape[1] // 2]
         running[1:, STEPS_AT] = 1.0
         running[1:, US_AT] = resolved.step_us
         running[1:, OWN_AT:] = resolved.own_parts_us
@@ -163,7 +168,7 @@ class MessageAccumulator:
         by_row, by_message = resolved.findings, dict[int, Sequence[BucketTrace[int]]]()
         if not (by_row or self.traces_with_findings or self.first_finding):
             return by_message
-        for row, message in enumerate(_message_of(rows, resolved).tolist()):
+        for row, message in enumerate(_message_index_by_step(rows, resolved).tolist()):
             self.note_findings(by_row.get(row, ()))
             if message >= 0:
                 numbers[message, FINDING_AT] = self.first_finding
@@ -191,8 +196,8 @@ def all_ready_us(
     """
     if messages is None:
         return np.zeros(len(resolved.traces))
-    about = _message_of(own.rows, resolved)[resolved.trace_times.section // 2]
-    column = _ready_columns(resolved, messages.shape[-1])
+    about = _message_index_by_step(own.rows, resolved)[resolved.trace_times.section // 2]
+    column = _ready_column_by_trace(resolved, messages.shape[-1])
     among_all = np.array([trace.among_all for trace in resolved.traces], dtype=bool)
     known = (about >= 0) & (column >= 0) & among_all
     ready = messages.max(1)[about, column]
@@ -204,22 +209,22 @@ def _put_ready_times(
     resolved: ResolvedSteps, rows: Sequence[int], numbers: FloatArray, offset_us: float
 ) -> None:
     """Put into this rank's messages when it had its buckets ready."""
-    about = _message_of(rows, resolved)[resolved.trace_times.section // 2]
-    column = _ready_columns(resolved, numbers.shape[-1])
+    about = _message_index_by_step(rows, resolved)[resolved.trace_times.section // 2]
+    column = _ready_column_by_trace(resolved, numbers.shape[-1])
     mine = (about >= 0) & (column >= 0)
     at = resolved.trace_times.ready - offset_us
     np.maximum.at(numbers, (about[mine], column[mine]), at[mine])
 
 
-def _ready_columns(resolved: ResolvedSteps, length: int) -> IntArray:
+def _ready_column_by_trace(resolved: ResolvedSteps, length: int) -> IntArray:
     """Where in a message of so many numbers is when each trace was ready; -1: nowhere. Shape (traces,)."""
     at = READY_AT + resolved.trace_times.bucket
     outside = resolved.trace_times.section % 2 > 0
-    columns: IntArray = np.where(outside, _sync_columns(resolved), np.where(at < length, at, -1))
+    columns: IntArray = np.where(outside, _sync_column_by_trace(resolved), np.where(at < length, at, -1))
     return columns
 
 
-def _sync_columns(resolved: ResolvedSteps) -> IntArray:
+def _sync_column_by_trace(resolved: ResolvedSteps) -> IntArray:
     """Where in a message is when the traces were ready that are of the exchange outside backward in which
     ranks wait for one that is late; -1: of the others. Shape (traces,).
 
@@ -230,7 +235,7 @@ def _sync_columns(resolved: ResolvedSteps) -> IntArray:
     """
     sections, _, ready, _ = resolved.trace_times
     waits, candidates = resolved.waits, sections % 2 > 0
-    times, begins = np.array(resolved.times), resolved.bounds[:-1]
+    times, begins = np.array(resolved.times), resolved.mark_bounds[:-1]
     computed = np.maximum.reduceat(np.where(np.isin(resolved.parts, _COMPUTE), times, 0), begins)
     for since in (times[begins], computed):
         found = candidates & (ready >= since.repeat(2)[sections])
@@ -243,19 +248,19 @@ def _sync_columns(resolved: ResolvedSteps) -> IntArray:
     first = candidates & (ready <= first_wait[sections])
     count = np.bincount(sections[first], minlength=2 * len(resolved.steps))
     later = count.cumsum()[sections] - first.cumsum()  # traces of the same exchange
-    back = later * _SYNC_COLUMNS // np.maximum(count[sections], 1)
+    back = later * _SYNC_COLUMN_COUNT // np.maximum(count[sections], 1)
     columns: IntArray = np.where(first, SYNC_READY_AT - back, -1)
     return columns
 
 
-def _message_of(rows: Sequence[int], resolved: ResolvedSteps) -> IntArray:
+def _message_index_by_step(rows: Sequence[int], resolved: ResolvedSteps) -> IntArray:
     """The message about each resolved step; -1: there is none. Shape (steps,)."""
     message_of = np.full(len(resolved.steps), -1)
     message_of[rows] = range(len(rows))
     return message_of
 
 
-def _nonfinite(traces: Iterable[BucketTrace[int]]) -> Iterator[tuple[BucketTrace[int], Finding]]:
+def _nonfinite_findings(traces: Iterable[BucketTrace[int]]) -> Iterator[tuple[BucketTrace[int], Finding]]:
     """The buckets that did not come back finite, in an order that is the same on all ranks, as they are."""
     for trace in sorted(traces, key=lambda trace: (trace.kind, trace.bucket)):
         yield from ((trace, finding) for finding in trace.findings if finding.code)
@@ -270,4 +275,4 @@ def first_overflow(
     """
     if 2 in codes:  # some rank's own values were not finite
         return None
-    return next(_nonfinite(traces), None)
+    return next(_nonfinite_findings(traces), None)

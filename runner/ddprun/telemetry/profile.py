@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from ddprun.telemetry.records import VERSION, ProfilerRecord
-from ddprun.telemetry.writer import PROFILE_FOLDER, Writer, encode_json_line, record_file
+from ddprun.telemetry.records import RECORDS_VERSION, ProfilerRecord
+from ddprun.telemetry.writer import PROFILE_FOLDER, RecordWriter, encode_json_line, record_file
 
 _KINETO_LOG_LEVEL = "6"  # otherwise Kineto says on every rank's screen that it starts and stops
 _SLICES, _FLOWS = "X", "sf"
@@ -27,7 +27,7 @@ class Profiler:
     Starting and stopping takes up to seconds. That is done between steps, on all ranks alike.
     """
 
-    def __init__(self, first_and_last: Sequence[int], writer: Writer, rank: int) -> None:
+    def __init__(self, first_and_last: Sequence[int], writer: RecordWriter, rank: int) -> None:
         self._first, self._last = first_and_last
         self._writer, self._rank = writer, rank
         self._running: torch.profiler.profile | None = None
@@ -78,7 +78,7 @@ class Profiler:
             if event["ph"] not in _SLICES + _FLOWS or at not in tracks or event.get("cat") == "Trace":
                 continue
             yield ProfilerRecord(
-                v=VERSION,
+                v=RECORDS_VERSION,
                 rank=self._rank,
                 step=step,
                 first_step=self._first_profiled_step,

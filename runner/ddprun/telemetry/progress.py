@@ -17,7 +17,7 @@ from rich.table import Table
 
 from ddprun.standard_streams import is_terminal
 from ddprun.telemetry.recorder import AgreedSteps
-from ddprun.telemetry.records import Straggler, Summary
+from ddprun.telemetry.records import StragglerEpisode, Summary
 from ddprun.telemetry.stragglers import straggler_totals
 from ddprun.units import format_bytes, format_world_sizes
 
@@ -46,13 +46,13 @@ class Screen:
         """Say something once."""
         self._console.print(self._redact(text))
 
-    def begin(self, stage: str, steps: int | None, steps_before: int) -> None:
+    def begin_stage(self, stage: str, steps: int | None, steps_before: int) -> None:
         """A stage begins after `steps_before` steps of the run; `steps` is None where nobody can know."""
         self._stage, self._steps, self._steps_before_stage = stage, steps, steps_before
         self._next_step = 0 if steps is None else max(1, steps // _LINES_PER_STAGE)
         self._next_time = time.monotonic() + _LINE_EVERY_S
 
-    def step(self, done: int, agreed: AgreedSteps | None, own_loss: float, steps_per_s: float) -> None:
+    def show_step(self, done: int, agreed: AgreedSteps | None, own_loss: float, steps_per_s: float) -> None:
         """`done` steps of the stage are finished; `agreed`: the newest of which all ranks know, if any.
         `own_loss` is rank 0's newest; `steps_per_s` counts since the stage began.
         """
@@ -62,9 +62,11 @@ class Screen:
             return
         self._next_time = time.monotonic() + _LINE_EVERY_S
         of = "" if self._steps is None else f"/{self._steps}"
-        self.note(f"{self._stage}: step {done}{of}{self._tail(done, agreed, own_loss, steps_per_s)}")
+        self.note(f"{self._stage}: step {done}{of}{self._step_details(done, agreed, own_loss, steps_per_s)}")
 
-    def _tail(self, done: int, agreed: AgreedSteps | None, own_loss: float, steps_per_s: float) -> str:
+    def _step_details(
+        self, done: int, agreed: AgreedSteps | None, own_loss: float, steps_per_s: float
+    ) -> str:
         """What follows the stage's step: the run's, if it is another one; losses (rank 0's alone until ranks
         know more), speed, and who is late.
         """
@@ -80,7 +82,7 @@ class Screen:
         at = "" if newest >= step else f" at step {newest}"
         return f"{of_run}, {', '.join(means) or 'no loss yet'}{at}, {steps_per_s:.1f} steps/s{late}"
 
-    def end(self) -> None:
+    def end_stage(self) -> None:
         """The stage is over."""
 
     def show_summary(self, summary: Summary) -> None:
@@ -100,7 +102,7 @@ class ProgressBarScreen(Screen):
         self._console = _console()
         self._progress: Progress | None = None
 
-    def begin(self, stage: str, steps: int | None, steps_before: int) -> None:
+    def begin_stage(self, stage: str, steps: int | None, steps_before: int) -> None:
         self._steps_before_stage = steps_before
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -114,17 +116,17 @@ class ProgressBarScreen(Screen):
         self._task = self._progress.add_task(stage, total=steps, tail="")
         self._progress.start()
 
-    def step(self, done: int, agreed: AgreedSteps | None, own_loss: float, steps_per_s: float) -> None:
+    def show_step(self, done: int, agreed: AgreedSteps | None, own_loss: float, steps_per_s: float) -> None:
         assert self._progress is not None
         now = time.monotonic()
         if done != self._progress.tasks[0].total and now < self._next_time:
             return
         self._next_time = now + _REDRAW_EVERY_S
-        tail = self._tail(done, agreed, own_loss, steps_per_s).lstrip(" ,")
+        tail = self._step_details(done, agreed, own_loss, steps_per_s).lstrip(" ,")
         self._progress.update(self._task, completed=done, tail=tail)
         self._progress.refresh()
 
-    def end(self) -> None:
+    def end_stage(self) -> None:
         if self._progress is not None:
             self._progress.refresh()
             self._progress.stop()
@@ -172,7 +174,7 @@ def _best_and_early_stop_rows(summary: Summary) -> Iterator[tuple[str, str]]:
             yield "stopped early", f"stages[{stage['index']}], after {stage['steps']:,} steps"
 
 
-def _stragglers(episodes: Sequence[Straggler]) -> str:
+def _stragglers(episodes: Sequence[StragglerEpisode]) -> str:
     if not episodes:
         return "none"
     worst, *rest = straggler_totals(episodes)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ddprun import InputError
-from ddprun.run_files import MAX_LINE_BYTES, JunkBudget, open_file, parse_json, read_json_object
+from ddprun.run_files import MAX_LINE_BYTES, InvalidBytes, open_file, parse_json, read_json_object
 from ddprun.telemetry.records import (
     BucketRecord,
     ClockOffsets,
@@ -30,7 +30,7 @@ from ddprun.telemetry.records import (
     SharesSet,
     Started,
     StepRecord,
-    Straggler,
+    StragglerEpisode,
     Summary,
 )
 from ddprun.telemetry.writer import EVENTS_FILE, PROFILE_FOLDER, ranks_with_records, record_file
@@ -40,7 +40,7 @@ _T = TypeVar("_T")
 _EventT = TypeVar("_EventT", bound=Event)
 _MAX_PIPELINE_BYTES = 64 << 10
 _MAX_RANKS = 1_000
-_MAX_DRIFT = 1e-3  # clocks of computers drift by less than this
+_MAX_DRIFT_RATE = 1e-3  # clocks of computers drift by less than this
 _NON_METRIC_FIELDS = ("event", "level", "time", "monotonic_us", "rank", "stage", "step")
 
 
@@ -54,7 +54,7 @@ class NoRunError(InputError):
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """The folder of one run; raises NoRunError if it is not a run's, or cannot be read."""
 
     folder: Path
@@ -66,9 +66,9 @@ class Run:
             what = "has no events.jsonl" if self.folder.is_dir() else "does not exist"
             raise NoRunError(f"{self.folder} is not the folder of a run: it {what}") from None
         except OSError as error:
-            raise self._cannot_be_read(error) from None
+            raise self._unreadable_error(error) from None
 
-    def _cannot_be_read(self, error: OSError) -> NoRunError:
+    def _unreadable_error(self, error: OSError) -> NoRunError:
         return NoRunError(f"{self.folder} cannot be read: {error.strerror}")
 
     @cached_property
@@ -81,7 +81,7 @@ class Run:
                 raise ValueError("no event")
             return dict(found)
 
-        return list(self._read(EVENTS_FILE, parse))
+        return list(self._parse_lines(EVENTS_FILE, parse))
 
     def events_of(self, kind: type[_EventT]) -> list[_EventT]:
         """All events of a kind."""
@@ -141,12 +141,14 @@ class Run:
         return log.is_file() and log.stat().st_size > 0
 
     @cached_property
-    def stragglers(self) -> Sequence[Straggler]:
+    def stragglers(self) -> Sequence[StragglerEpisode]:
         """Each episode in which a rank was late."""
         if self.summary is not None and self.summary.stragglers is not None:
             return self.summary.stragglers
         found = (event for event in self.events if event["event"] == "straggler")
-        return _convert_valid(({**event, "rank": event.get("straggler")} for event in found), Straggler)
+        return _convert_valid(
+            ({**event, "rank": event.get("straggler")} for event in found), StragglerEpisode
+        )
 
     @cached_property
     def pipeline_text(self) -> str:
@@ -176,7 +178,7 @@ class Run:
         try:
             found = ranks_with_records(self.folder, "steps")
         except OSError as error:
-            raise self._cannot_be_read(error) from None
+            raise self._unreadable_error(error) from None
         if len(found) > _MAX_RANKS:
             records = f"{self.folder} has records of {len(found):,} ranks"
             raise NoRunError(f"{records}; at most {_MAX_RANKS:,} are read")
@@ -197,7 +199,7 @@ class Run:
         """The steps that any rank has a record of, in order."""
         found: set[int] = set()
         for rank in self.ranks:
-            found.update(self._read(record_file("steps", rank), _step_of))
+            found.update(self._parse_lines(record_file("steps", rank), _step_of))
         return array("q", sorted(found))
 
     @cached_property
@@ -243,11 +245,11 @@ class Run:
                 return None
             return decoder.decode(line)
 
-        return self._read(name, parse)
+        return self._parse_lines(name, parse)
 
-    def _read(self, name: str, parse: Callable[[bytes], _T | None]) -> Iterator[_T]:
+    def _parse_lines(self, name: str, parse: Callable[[bytes], _T | None]) -> Iterator[_T]:
         """What `parse` makes of each line of a file, if there is one: no None, nothing where it fails."""
-        junk = JunkBudget(name)
+        junk = InvalidBytes(name)
         try:
             with open_file(self.folder, name) as file:
                 while line := file.readline(MAX_LINE_BYTES):
@@ -256,14 +258,14 @@ class Run:
                             raise ValueError("no record")
                         found = parse(line)
                     except (ValueError, RecursionError):
-                        junk.spend(len(line))
+                        junk.count_invalid_bytes(len(line))
                         continue
                     if found is not None:
                         yield found
         except FileNotFoundError:
             return
         except OSError as error:
-            raise self._cannot_be_read(error) from None
+            raise self._unreadable_error(error) from None
 
 
 def _convert_valid(events: Iterable[dict[str, Any]], kind: type[_T]) -> list[_T]:
@@ -317,6 +319,6 @@ class MeasuredClockOffsets:
             return at_us - offsets[max(0, index - 1)]
         before, length = offsets[index - 1], times[index] - times[index - 1]
         more = offsets[index] - before
-        if abs(more) > _MAX_DRIFT * length:
+        if abs(more) > _MAX_DRIFT_RATE * length:
             return at_us - before  # another clock, as after a restart on another host
         return at_us - before - (at_us - times[index - 1]) / length * more

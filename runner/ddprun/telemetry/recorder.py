@@ -1,9 +1,9 @@
 """The recorder of steps: marks in a step, control messages about it, records after it.
 
-The loop calls `begin_step`, `lap` and `end_step`, which only append to the step's `StepMarks` (`steps.py`).
-About every half second `end_step` resolves the steps that are over, and posts this rank's control messages
-about those in which ranks exchanged something (`control_message.py`). It reads those of all ranks
-`control_delay_steps` later, when they have long arrived, and returns what all ranks agree on then
+The loop calls `begin_step`, `lap` and `end_step`, which only append to the step's `StepMarks`
+(`step_timing.py`). About every half second `end_step` resolves the steps that are over, and posts this
+rank's control messages about those in which ranks exchanged something (`control_message.py`). It reads those
+of all ranks `control_delay_steps` later, when they have long arrived, and returns what all agree on then
 (`AgreedSteps`): so all ranks learn the mean loss and stop at the same step, and nothing waits for that.
 Splitting the steps' waiting and making their records is deferred work, for when the training thread has to
 wait anyway. The loss of a step in which ranks exchanged nothing is in the next message.
@@ -41,8 +41,8 @@ from ddprun.telemetry.control_message import (
     first_overflow,
     means_over_ranks,
 )
-from ddprun.telemetry.records import PARTS, ClockOffsets, MachineRecord, StepRecord, Straggler
-from ddprun.telemetry.steps import (
+from ddprun.telemetry.records import PARTS, ClockOffsets, MachineRecord, StepRecord, StragglerEpisode
+from ddprun.telemetry.step_timing import (
     TOTALS,
     FloatArray,
     MicroBatchNumbers,
@@ -53,13 +53,13 @@ from ddprun.telemetry.steps import (
     bucket_record,
     in_flight_us,
     loss_of,
-    resolve_steps,
+    resolve_step_marks,
     split_exposed_time,
     step_records,
 )
 from ddprun.telemetry.stragglers import StragglerDetector
-from ddprun.telemetry.writer import Writer, encode_json_line, record_file
-from ddprun_hooks.comm.control import ControlChannel
+from ddprun.telemetry.writer import RecordWriter, encode_json_line, record_file
+from ddprun_hooks.comm.control_channel import ControlChannel
 from ddprun_hooks.comm.trace import BucketTrace, now_us, read_finding_codes
 from ddprun_hooks.payload import Finding
 
@@ -88,9 +88,12 @@ class AgreedSteps(NamedTuple):
     compare_clocks: bool  # rank 0 wants the clocks compared again
     nonfinite: bool = False  # some rank's loss was not finite in one of the steps, or in one before them
     overflows: Sequence[tuple[int, BucketTrace[int], Finding]] = ()  # steps, and the first overflow of each
-    straggler: Straggler | None = None  # who is late now
-    straggler_changes: Sequence[tuple[int, Straggler | None]] = ()  # steps, and who was late after each
-    skipped: tuple[int, list[int]] | None = None  # a step in which these ranks alone exchanged nothing
+    straggler: StragglerEpisode | None = None  # who is late now
+    straggler_changes: Sequence[
+        tuple[int, StragglerEpisode | None]
+    ] = ()  # steps, and who was late after each
+    # A step in which these ranks alone exchanged nothing.
+    skipped_exchange: tuple[int, list[int]] | None = None
     loss: float | None = None  # the newest mean loss that is known in the stage
     mean_values: Mapping[str, float] = MappingProxyType({})  # the newest means of numbers beside the loss
 
@@ -113,7 +116,7 @@ def combine_messages(
         count -= 1  # no rank had a step left at the stage's end
     if not count:
         return None
-    changes = stragglers.add(own.steps[: len(own.rows)], messages)
+    changes = stragglers.add_messages(own.steps[: len(own.rows)], messages)
     overflows = list[tuple[int, BucketTrace[int], Finding]]()
     findings = messages[:count, :, FINDING_AT].astype(int)
     for message in np.flatnonzero(findings.any(1)).tolist():
@@ -136,13 +139,13 @@ def combine_messages(
         overflows=overflows,
         straggler=stragglers.current,
         straggler_changes=changes,
-        skipped=_find_skipped(own, messages),
+        skipped_exchange=_find_skipped_exchange(own, messages),
         loss=loss,
         mean_values=values,
     )
 
 
-def _find_skipped(own: OwnMessages, messages: FloatArray) -> tuple[int, list[int]] | None:
+def _find_skipped_exchange(own: OwnMessages, messages: FloatArray) -> tuple[int, list[int]] | None:
     """The first step that some ranks took without an exchange and others with one, and those ranks."""
     since = messages[: len(own.rows), :, STEPS_AT].astype(int)  # steps of each rank since its last exchange
     uneven = np.flatnonzero(since.max(1) != since.min(1))
@@ -160,7 +163,7 @@ class _PendingSteps:
     resolved: ResolvedSteps | None  # None: there were none, but a message was posted all the same
     own: OwnMessages
     last_step: int
-    posted: Callable[[], Tensor] | None = None  # None: there are no messages about these steps
+    wait_for_gathered: Callable[[], Tensor] | None = None  # None: there are no messages about these steps
 
 
 class StepRecorder:
@@ -171,7 +174,7 @@ class StepRecorder:
         *,
         clock: Clock,
         control: ControlChannel,
-        writer: Writer,
+        writer: RecordWriter,
         every: int,
         stragglers: StragglerDetector,
     ) -> None:
@@ -192,7 +195,7 @@ class StepRecorder:
         self.control_delay_steps = 1
         """Messages are read so many steps later: more where they share a slow link with training."""
 
-        self.ranks_may_differ = False
+        self.exchanges_may_differ = False
         """One rank may exchange something in a step, and another one not: an error that messages show. Then
         only steps with an exchange count for when they post and read messages.
         """
@@ -230,7 +233,7 @@ class StepRecorder:
     # In a step.
 
     @property
-    def current(self) -> StepMarks:
+    def running_step(self) -> StepMarks:
         """The running step."""
         assert self._step is not None, "no step is running"
         return self._step
@@ -238,16 +241,16 @@ class StepRecorder:
     @property
     def traces(self) -> list[BucketTrace[Any]]:
         """Takes the gradient buckets of the running step."""
-        return self.current.traces
+        return self.running_step.traces
 
     @property
-    def sync(self) -> NonBackwardExchanges:
+    def non_backward_exchanges(self) -> NonBackwardExchanges:
         """Takes what is exchanged outside backward, in the running step or between steps."""
         if self._step is None:
             return self._between_steps
-        if self._step.sync is None:
-            self._step.sync = NonBackwardExchanges()
-        return self._step.sync
+        if self._step.non_backward_exchanges is None:
+            self._step.non_backward_exchanges = NonBackwardExchanges()
+        return self._step.non_backward_exchanges
 
     def begin_step(self, number: int, stage: int) -> None:
         """Begin a step. What lies between two steps of a stage is the later one's `sync_us`."""
@@ -276,12 +279,12 @@ class StepRecorder:
         numbers = [mean, *(values or [None] * len(self.value_names))]
         copies = [None if one is None else self._clock.copy_to_host(one) for one in numbers]
         micro_batch = MicroBatchNumbers(copies, samples, samples if weight is None else weight)
-        self.current.micro_batches.append(micro_batch)
+        self.running_step.micro_batches.append(micro_batch)
 
     @property
     def records_step(self) -> bool:
         """Whether the running step gets a record, in a file or for trackers."""
-        return self.current.number % self._every == 0 or self.on_step_record is not None
+        return self.running_step.number % self._every == 0 or self.on_step_record is not None
 
     def note_update(
         self,
@@ -294,7 +297,7 @@ class StepRecorder:
         """
         if not self.records_step:
             return
-        step, copy_to_host = self.current, self._clock.copy_to_host
+        step, copy_to_host = self.running_step, self._clock.copy_to_host
         rates = [group.get("lr") for group in param_groups]  # Adafactor's may be None
         if any(rate is not None for rate in rates):
             step.lr = [None if rate is None else float(rate) for rate in rates]
@@ -313,13 +316,13 @@ class StepRecorder:
 
     def end_backward(self) -> None:
         """End a backward pass in which gradients were exchanged."""
-        step = self.current
+        step = self.running_step
         step.backward_ends.append((len(step.marks), len(step.traces)))
         self.lap("backward_us")
 
     def note_gradient_times(self, marks: Mapping[str, Any]) -> None:
         """Note when a backward pass has completed each parameter's gradient."""
-        self.current.gradient_marks = {**(self.current.gradient_marks or {}), **marks}
+        self.running_step.gradient_marks = {**(self.running_step.gradient_marks or {}), **marks}
 
     def end_step(
         self,
@@ -336,41 +339,44 @@ class StepRecorder:
         step; alike on all of them. `at`: the mark of its end, if that was before now. `alone`: the other
         ranks may be gone, so nothing is exchanged.
         """
-        step, cpu_ns = self.current, time.process_time_ns()
+        step, cpu_ns = self.running_step, time.process_time_ns()
         step.parts.append("other_us")
         step.marks.append(self.mark() if at is None else at)
         step.cpu_us, self._last_cpu_ns = (cpu_ns - self._last_cpu_ns) // 1000, cpu_ns
         step.exchanged = exchanged
-        if exchanged or not self.ranks_may_differ:
+        if exchanged or not self.exchanges_may_differ:
             self._last_exchange = step.number
         compare_clocks = time.monotonic() - self.clocks_compared_s > _COMPARE_CLOCKS_EVERY_S
         if stop or checkpoint or compare_clocks:
             step.requests = STOP * stop + CHECKPOINT * checkpoint + COMPARE_CLOCKS * compare_clocks
         self._last_end = step.marks[-1] if at is None else None
         self._ended.append(step)
-        self._steps_since_post += exchanged or not self.ranks_may_differ
+        self._steps_since_post += exchanged or not self.exchanges_may_differ
         self._step = None
         if alone:
             return []
         if self._clock.lag_steps:
-            self._read_ahead()
+            self._read_marks_early()
         due = 0
         for pending in self._pending_steps:
-            if pending.posted is not None and 0 < step.number - self._last_exchange < self._max_per_post:
+            if (
+                pending.wait_for_gathered is not None
+                and 0 < step.number - self._last_exchange < self._max_per_post
+            ):
                 break  # ranks may differ
             due += pending.last_step + self.control_delay_steps <= step.number
         enough = self._steps_since_post >= self.steps_per_post + self._clock.lag_steps
-        if self.ranks_may_differ and not self._steps_since_post:
+        if self.exchanges_may_differ and not self._steps_since_post:
             enough = True  # nothing to post
         if enough and self._must_resolve():
-            self._resolve_and_post(self._steps_to_keep())
-        return self._await_messages(due) if due else []
+            self._resolve_and_post(self._count_unreadable_steps())
+        return self._combine_oldest_posts(due) if due else []
 
     # Between steps.
 
     def compare_clocks(self) -> ClockOffsets:
         """Measure each rank's clock against rank 0's; called by all ranks at the same moment."""
-        self.offset_us, bound = self._control.clock_offset()
+        self.offset_us, bound = self._control.measure_clock_offset()
         measured = self._control.all_gather([self.offset_us, bound], "clock offsets")
         self.clocks_compared_s = time.monotonic()
         offset_us, error_us = ([round(us, 1) for us in column] for column in measured.T.tolist())
@@ -383,7 +389,7 @@ class StepRecorder:
         the next message; `post_remainder` sends it now.
         """
         self._resolve_and_post(0, post_remainder=post_remainder)
-        agreed_steps = self._await_messages(len(self._pending_steps))
+        agreed_steps = self._combine_oldest_posts(len(self._pending_steps))
         self._do_deferred()
         return agreed_steps
 
@@ -423,7 +429,7 @@ class StepRecorder:
         self.totals = dict(zip(TOTALS, state["totals"], strict=True))
         self._accumulator = MessageAccumulator.from_state_dict(state["round"], self.value_names)
         self.own_loss = state["own_loss"]
-        self.stragglers.episodes = msgspec.convert(state["stragglers"], list[Straggler])
+        self.stragglers.episodes = msgspec.convert(state["stragglers"], list[StragglerEpisode])
 
     def salvage(self, *, wait_for_device: bool = False) -> None:
         """Record the steps that are over without the messages of other ranks: these may be gone. After a
@@ -456,21 +462,21 @@ class StepRecorder:
                     return
             self._deferred.popleft()
 
-    def _read_ahead(self) -> None:
+    def _read_marks_early(self) -> None:
         """Read the marks of the step that the device has passed meanwhile: a little in each step, since the
         device would run out of work while many were read at once.
         """
         if len(self._ended) > self._clock.lag_steps:
             step = self._ended[-1 - self._clock.lag_steps]
-            step.marks = self._clock.times(step.marks)
+            step.marks = self._clock.marks_to_us(step.marks)
             step.traces = list(self._clock.read_traces(step.traces))
 
-    def _steps_to_keep(self) -> int:
+    def _count_unreadable_steps(self) -> int:
         """The newest steps, whose marks the device has not reached; of ranks that may differ, as many with an
         exchange.
         """
         keep = lag = self._clock.lag_steps
-        if self.ranks_may_differ:
+        if self.exchanges_may_differ:
             steps = self._ended
             while keep < len(steps) and sum(step.exchanged for step in steps[len(steps) - keep :]) < lag:
                 keep += 1
@@ -511,7 +517,7 @@ class StepRecorder:
             resolved = self._resolve(steps)
             newest_first = (loss_of(means, self._turns) for means in reversed(resolved.means))
             self.own_loss = next((loss for loss in newest_first if loss is not None), self.own_loss)
-            loss_sums = resolved.sums[:, 0]
+            loss_sums = resolved.weighted_sums[:, 0]
             if self.first_nonfinite_loss is None and not np.isfinite(loss_sums).all():
                 row = int(np.flatnonzero(~np.isfinite(loss_sums))[0])
                 self.first_nonfinite_loss = resolved.steps[row].number, float(loss_sums[row])
@@ -527,20 +533,20 @@ class StepRecorder:
         self._pending_steps.append(pending)  # first, so that it is salvaged if nothing can be posted any more
         if own.steps:
             exchanged = sum(step.exchanged for step in self._ended)
-            self._steps_since_post = exchanged if self.ranks_may_differ else keep
-            numbers = np.hstack((own.numbers, own.values))
-            pending.posted = self._control.all_gather_async(torch.from_numpy(numbers.ravel()))
+            self._steps_since_post = exchanged if self.exchanges_may_differ else keep
+            numbers = np.hstack((own.numbers, own.weighted_sums))
+            pending.wait_for_gathered = self._control.all_gather_async(torch.from_numpy(numbers.ravel()))
 
     def _resolve(self, steps: list[StepMarks]) -> ResolvedSteps:
-        return resolve_steps(steps, self._clock, every=self._every, numbers=1 + len(self.value_names))
+        return resolve_step_marks(steps, self._clock, every=self._every, numbers=1 + len(self.value_names))
 
-    def _await_messages(self, posts: int) -> list[AgreedSteps]:
+    def _combine_oldest_posts(self, posts: int) -> list[AgreedSteps]:
         """Read the messages of the oldest posts, whose steps are divided and recorded some time later."""
         agreed_steps = []
         for _ in range(posts):
             pending, messages, means = self._pending_steps[0], None, list[list[float | None]]()
-            if pending.posted is not None:
-                gathered: FloatArray = pending.posted().numpy()  # (ranks, numbers of all messages)
+            if pending.wait_for_gathered is not None:
+                gathered: FloatArray = pending.wait_for_gathered().numpy()  # (ranks, numbers of all messages)
                 gathered = gathered.reshape(len(gathered), len(pending.own.steps), -1).swapaxes(0, 1)
                 messages, values = np.split(gathered, [pending.own.numbers.shape[1]], axis=2)
                 means = means_over_ranks(values)

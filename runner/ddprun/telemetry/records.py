@@ -10,16 +10,16 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-VERSION = 1  # of all records
+RECORDS_VERSION = 1  # of all records
 
 OWN_PARTS = ("data_us", "forward_us", "backward_us", "hook_us", "optimizer_us", "sync_us", "other_us")
 """What the training thread did itself: without waiting, and all parts but `hook_us` without hooks."""
 
-Integer = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]  # what arrays take
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]  # what arrays take
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 StepNumber = Annotated[int, Meta(gt=0, le=2**63 - 1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
-Cause = Literal["data", "forward", "backward", "optimizer", "sync", "other", "communication"]
+StragglerCause = Literal["data", "forward", "backward", "optimizer", "sync", "other", "communication"]
 
 _MAX_PROFILED_STEPS = 100_000
 
@@ -45,20 +45,20 @@ class StepRecord(Struct, kw_only=True, omit_defaults=True):
     lr: Sequence[float | None] | None
     grad_norm: float | None
     group_grad_norms: Sequence[float | None] | None
-    start_us: Integer
-    data_us: Integer
-    forward_us: Integer
-    backward_us: Integer
-    exposed_hook_us: Integer
-    exposed_wait_us: Integer
-    exposed_wire_us: Integer
-    optimizer_us: Integer
-    sync_us: Integer
-    other_us: Integer
-    step_us: Integer
-    cpu_us: Integer
-    laps: list[tuple[str, Integer]]
-    waits: list[tuple[Integer, Integer]]
+    start_us: Int64
+    data_us: Int64
+    forward_us: Int64
+    backward_us: Int64
+    exposed_hook_us: Int64
+    exposed_wait_us: Int64
+    exposed_wire_us: Int64
+    optimizer_us: Int64
+    sync_us: Int64
+    other_us: Int64
+    step_us: Int64
+    cpu_us: Int64
+    laps: list[tuple[str, Int64]]
+    waits: list[tuple[Int64, Int64]]
     values: Mapping[str, float | None] | None = None
     mean_values: Mapping[str, float | None] | None = None
     machine: MachineRecord | None = None
@@ -77,8 +77,8 @@ class CollectiveRecord(Struct):
     dtype: str
     bytes: Count
     wire_bytes: Count
-    start_us: Integer
-    done_us: Integer
+    start_us: Int64
+    done_us: Int64
 
 
 class BucketRecord(Struct, kw_only=True, omit_defaults=True):
@@ -97,14 +97,14 @@ class BucketRecord(Struct, kw_only=True, omit_defaults=True):
     wire_bytes: Count
     between_hosts_bytes: Count
     hooks: tuple[str, ...]
-    ready_us: Integer
-    all_ready_us: Integer | None
-    launch_us: Integer
-    done_us: Integer
-    encode_us: Integer
-    decode_us: Integer
+    ready_us: Int64
+    all_ready_us: Int64 | None
+    launch_us: Int64
+    done_us: Int64
+    encode_us: Int64
+    decode_us: Int64
     legs: list[CollectiveRecord]
-    params_ready_us: list[Integer | None] | None = None
+    params_ready_us: list[Int64 | None] | None = None
     completed_by: str | None = None
     fidelity: dict[str, float | None] | None = None  # `ddprun_hooks.comm.trace.Fidelity`; None: NaN
 
@@ -130,11 +130,11 @@ class ProfilerRecord(Struct, kw_only=True, omit_defaults=True):
             raise ValueError("neither a slice nor a flow of the profiled steps")
 
 
-class Straggler(Struct):
+class StragglerEpisode(Struct):
     """An episode in which a rank was late for one cause."""
 
     rank: Count
-    cause: Cause
+    cause: StragglerCause
     bucket: Count | None  # gradient bucket that was late, if the cause is backward and there are such buckets
     params: tuple[str, ...]  # the parameters in that bucket
     late_us: float  # by how much, in the median of a step; the mean over windows
@@ -153,11 +153,11 @@ class Straggler(Struct):
 
 
 class Event(Struct, kw_only=True, tag_field="event"):
-    """A line of `events.jsonl`; those kinds that readers know. `writer.event_log` fills in its fields."""
+    """A line of `events.jsonl`, of a kind that readers know. `make_event_logger` fills in its fields."""
 
     level: str = ""
     time: str = ""
-    monotonic_us: Integer = 0
+    monotonic_us: Int64 = 0
 
 
 class Started(Event, tag="started"):
@@ -253,7 +253,7 @@ class Failure(Struct):
 class Summary(Struct, kw_only=True):
     """`summary.json`. None: not known, as the totals of all ranks of a run that an error ended."""
 
-    v: int = VERSION
+    v: int = RECORDS_VERSION
     status: str
     steps: Count
     error: dict[str, Any] | None = None
@@ -272,7 +272,7 @@ class Summary(Struct, kw_only=True):
     exposed_communication_s: float | None = None
     straggler_wait_s: list[float] | None = None
     trackers_dropped: dict[str, int] | None = None
-    stragglers: list[Straggler] | None = None
+    stragglers: list[StragglerEpisode] | None = None
     wire_bytes: Count | None = None
     world_size: Count | None = None
     world_sizes: list[tuple[StepNumber, Count]] | None = None  # the first step of so many ranks, and how many

@@ -20,10 +20,12 @@ from typing import NamedTuple, get_args
 import numpy as np
 
 from ddprun.telemetry.control_message import OWN_COLUMNS, READY_AT, READY_COLUMNS, SYNC_READY_AT
-from ddprun.telemetry.records import OWN_PARTS, Cause, Straggler
-from ddprun.telemetry.steps import FloatArray
+from ddprun.telemetry.records import OWN_PARTS, StragglerCause, StragglerEpisode
+from ddprun.telemetry.step_timing import FloatArray
 
-_CAUSES: dict[str, Cause] = {f"{cause}_us": cause for cause in get_args(Cause)}  # by part in `OWN_PARTS`
+_CAUSES: dict[str, StragglerCause] = {
+    f"{cause}_us": cause for cause in get_args(StragglerCause)
+}  # by part in `OWN_PARTS`
 _CAUSES["hook_us"] = "communication"
 _MIN_LATE_US = 1000.0  # less may be the error of clocks or the noise of a busy machine
 _SPREAD_FACTOR = 3.0
@@ -55,9 +57,9 @@ class StragglerDetector:
         self._judged_us = 0.0  # on rank 0's clock
         self._params: Mapping[int, tuple[str, ...]] = {}
         self._turns: Sequence[range] = ()
-        self._suspect: Straggler | None = None  # found by the last judgement, whether it lasts or not
-        self.current: Straggler | None = None  # found by the last judgement, and lasting
-        self.episodes: list[Straggler] = []
+        self._suspect: StragglerEpisode | None = None  # found by the last judgement, whether it lasts or not
+        self.current: StragglerEpisode | None = None  # found by the last judgement, and lasting
+        self.episodes: list[StragglerEpisode] = []
         """All that were found, oldest first; of very many the shortest are left out."""
 
     def begin_stage(self, params: Mapping[int, tuple[str, ...]], turns: Sequence[range]) -> None:
@@ -68,7 +70,9 @@ class StragglerDetector:
         self._params, self._turns = params, turns
         self._judged_us, self._suspect, self.current = 0.0, None, None
 
-    def add(self, steps: Sequence[int], messages: FloatArray) -> list[tuple[int, Straggler | None]]:
+    def add_messages(
+        self, steps: Sequence[int], messages: FloatArray
+    ) -> list[tuple[int, StragglerEpisode | None]]:
         """Take all ranks' control messages, shape (messages, ranks, numbers): one for each of `steps`, in
         that order; what comes after them is ignored. Gives the steps after which `current` was another one,
         each with that.
@@ -79,7 +83,7 @@ class StragglerDetector:
         skews = (last_ready.max(1) - last_ready.min(1)).sum(1).tolist()
         exchanged = (messages[..., SYNC_READY_AT:] != 0.0).any(2).any(1).tolist()
         at_us = messages[..., SYNC_READY_AT:].max((1, 2)).tolist()
-        changes = list[tuple[int, Straggler | None]]()
+        changes = list[tuple[int, StragglerEpisode | None]]()
         for step, skew_us, numbers, any_bucket, now_us in zip(
             steps, skews, messages, exchanged, at_us, strict=True
         ):
@@ -115,7 +119,7 @@ class StragglerDetector:
             self.episodes.remove(min(self.episodes[:-1], key=lambda one: one.last_step - one.first_step))
         return True
 
-    def _find_straggler(self) -> Straggler | None:
+    def _find_straggler(self) -> StragglerEpisode | None:
         """The latest rank of the window, if it is late by enough."""
         if len(self._steps[0].numbers) < 2:
             return None
@@ -142,7 +146,7 @@ class StragglerDetector:
         late_us = float(typical[rank])
         before = self.current if self.current is not None and self.current.rank == rank else None
         divisor = 1.0 if before is None else _HYSTERESIS
-        spread = _spread(np.delete(late, rank, 1))
+        spread = _median_absolute_deviation(np.delete(late, rank, 1))
         step_us = float(_median(last_ready[0][-1] - last_ready[0][0])) / max(1, len(numbers) - 1)
         least_us = max(self._min_share * step_us, _SPREAD_FACTOR * spread, _MIN_LATE_US) / divisor
         if late_us <= least_us:
@@ -155,11 +159,11 @@ class StragglerDetector:
         cause, bucket = self._find_cause(rank, late_us, numbers, last_cause)
         params = () if bucket is None else self._params[bucket]
         first, last = self._steps[0].step, self._steps[-1].step
-        return Straggler(rank, cause, bucket, params, late_us, step_us, first, last)
+        return StragglerEpisode(rank, cause, bucket, params, late_us, step_us, first, last)
 
     def _find_cause(
-        self, rank: int, late_us: float, numbers: FloatArray, last_cause: Cause | None
-    ) -> tuple[Cause, int | None]:
+        self, rank: int, late_us: float, numbers: FloatArray, last_cause: StragglerCause | None
+    ) -> tuple[StragglerCause, int | None]:
         """The part of the step in which a rank is furthest above the others; its last cause is preferred. For
         backward also the late bucket.
         """
@@ -170,7 +174,7 @@ class StragglerDetector:
             return found
 
         more = more_than_others(numbers[..., OWN_COLUMNS])  # of each part
-        parts: dict[Cause, float] = dict.fromkeys(get_args(Cause), 0.0)
+        parts: dict[StragglerCause, float] = dict.fromkeys(get_args(StragglerCause), 0.0)
         for name, us in zip(OWN_PARTS, more, strict=True):
             parts[_CAUSES[name]] += us
         parts["communication"] += late_us - sum(more)
@@ -205,12 +209,12 @@ def _median(values: FloatArray) -> FloatArray:
     return middle
 
 
-def _spread(values: FloatArray) -> float:
+def _median_absolute_deviation(values: FloatArray) -> float:
     """The median absolute deviation of all values."""
     return float(_median(abs(values.ravel() - _median(values.ravel()))))
 
 
-class StragglerTotal(Straggler, kw_only=True):
+class StragglerTotal(StragglerEpisode, kw_only=True):
     """All episodes in which a rank was late for one cause and, in backward, before one bucket. `late_us` and
     `step_us`, the time between two synchronisations, are means over `steps`.
     """
@@ -230,9 +234,9 @@ class StragglerTotal(Straggler, kw_only=True):
         return f"in {self.steps:,} steps ({self.episodes} episodes)"
 
 
-def straggler_totals(episodes: Iterable[Straggler]) -> list[StragglerTotal]:
+def straggler_totals(episodes: Iterable[StragglerEpisode]) -> list[StragglerTotal]:
     """Totals of episodes by rank, cause, bucket and parameters; the one that cost most first."""
-    alike: dict[tuple[int, Cause, int | None, tuple[str, ...]], list[Straggler]] = {}
+    alike: dict[tuple[int, StragglerCause, int | None, tuple[str, ...]], list[StragglerEpisode]] = {}
     for one in episodes:
         alike.setdefault((one.rank, one.cause, one.bucket, one.params), []).append(one)
     totals = []

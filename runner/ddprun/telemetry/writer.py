@@ -1,8 +1,8 @@
 """The files of records and events: JSON lines, written on a thread so that no step ever waits for a disk.
 
-Each rank appends to its own files by a `Writer`. On a host that does not share the run's disk they lie in a
-temporary folder, and `RecordFiles.collect` sends what is new in them to rank 0 at stage ends and checkpoints.
-A resume cuts off what came after the checkpoint (`truncate_records`).
+Each rank appends to its own files by a `RecordWriter`. On a host that does not share the run's disk they lie
+in a temporary folder, and `RecordCollector.collect` sends what is new in them to rank 0 at stage ends and
+checkpoints. A resume cuts off what came after the checkpoint (`truncate_records`).
 """
 
 import json
@@ -22,9 +22,9 @@ import structlog
 import torch
 
 from ddprun import __version__
-from ddprun.run_files import MAX_LINE_BYTES, JunkBudget, names_in, open_file, parse_json, replace_atomically
+from ddprun.run_files import MAX_LINE_BYTES, InvalidBytes, names_in, open_file, parse_json, replace_atomically
 from ddprun.telemetry.records import Event, Summary
-from ddprun_hooks.comm.control import ControlChannel
+from ddprun_hooks.comm.control_channel import ControlChannel
 from ddprun_hooks.comm.trace import now_us
 
 EVENTS_FILE, PROFILE_FOLDER = "events.jsonl", "profile"
@@ -41,7 +41,7 @@ def record_file(kind: str, rank: int) -> str:
     return f"{kind}/rank-{rank:05}.jsonl"
 
 
-class Writer:
+class RecordWriter:
     """Appends JSON lines to files under one folder.
 
     When too much is waiting, because the disk has stalled, what comes is dropped and counted in `dropped`. A
@@ -56,7 +56,7 @@ class Writer:
         self._lock = threading.Lock()
         self._waiting = 0  # records
         self._files: dict[str, IO[bytes]] = {}
-        self._thread = threading.Thread(target=self._work, name="ddprun-writer", daemon=True)
+        self._thread = threading.Thread(target=self._thread_main, name="ddprun-writer", daemon=True)
         self._thread.start()
 
     def put(self, file: str, lines: bytes, count: int = 1) -> None:
@@ -81,7 +81,7 @@ class Writer:
             self._queue.put(None)
             self._thread.join()
 
-    def _work(self) -> None:
+    def _thread_main(self) -> None:
         while (item := self._queue.get()) is not None:
             if isinstance(item, threading.Event):
                 item.set()
@@ -131,8 +131,8 @@ def nonfinite_to_none(value: Any) -> Any:
     return value
 
 
-def event_log(
-    writer: Writer | None, redact: Callable[[dict[str, Any]], dict[str, Any]], **bound: Any
+def make_event_logger(
+    writer: RecordWriter | None, redact: Callable[[dict[str, Any]], dict[str, Any]], **bound: Any
 ) -> structlog.typing.FilteringBoundLogger:
     """A structlog logger whose lines the writer's thread writes; None discards them (every rank but 0).
 
@@ -184,7 +184,7 @@ def ranks_with_records(run_dir: Path, kind: str) -> list[int]:
     return sorted(int(match[1]) for name in names if (match := _FILE_PATTERN.fullmatch(name)))
 
 
-class RecordFiles:
+class RecordCollector:
     """Where this rank writes its records, and how those of `remote_ranks`, which do not see rank 0's folder,
     reach rank 0: they have a temporary one in `scratch`; None: where the system has its own.
     """
@@ -199,7 +199,7 @@ class RecordFiles:
         self._control, self._target, self.remote_ranks = control, folder, remote_ranks
         remote = control.rank in remote_ranks
         self._scratch = tempfile.TemporaryDirectory(prefix="ddprun-", dir=scratch) if remote else None
-        self.writer = Writer(folder if self._scratch is None else Path(self._scratch.name))
+        self.writer = RecordWriter(folder if self._scratch is None else Path(self._scratch.name))
 
     def collect(self) -> None:
         """Bring all records so far to disk, and those of other hosts to rank 0; called by all ranks."""
@@ -256,20 +256,20 @@ def _truncate(run_dir: Path, name: str, stays: Callable[[bytes], bool]) -> None:
     with open_file(run_dir, name, "r+b") as file:
         if not (size := file.seek(0, 2)):
             return  # nothing can be mapped
-        junk = JunkBudget(name)
+        junk = InvalidBytes(name)
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             end = data.rfind(b"\n", max(0, size - MAX_LINE_BYTES)) + 1
-            junk.spend(size - end)
+            junk.count_invalid_bytes(size - end)
             while end:
                 lowest = max(0, end - MAX_LINE_BYTES)
                 start = data.rfind(b"\n", lowest, end - 1) + 1
                 if lowest and not start:
-                    junk.spend(end)  # longer than any record
+                    junk.count_invalid_bytes(end)  # longer than any record
                 try:
                     if stays(data[start:end]):
                         break
                 except (ValueError, KeyError, TypeError):
-                    junk.spend(end - start)
+                    junk.count_invalid_bytes(end - start)
                 end = start
         if end < size:
             file.truncate(end)

@@ -30,7 +30,7 @@ class _TrackerThread:
         else:
             self.dropped += 1
 
-    def end(self, summary: Mapping[str, Any]) -> None:
+    def close_when_drained(self, summary: Mapping[str, Any]) -> None:
         """Close it once the queue is empty, however full that is."""
         self._queue.put(lambda tracker: tracker.close(summary))
         self._queue.put(None)
@@ -83,12 +83,12 @@ class Trackers:
         self._closed = True
         until = time.monotonic() + within_s
         for worker in self._threads:
-            worker.end(summary)
+            worker.close_when_drained(summary)
         for worker in self._threads:
             worker.thread.join(max(0.0, until - time.monotonic()))
         return [worker.name for worker in self._threads if worker.thread.is_alive()]
 
-    def delay_close_as_failed(self) -> None:
+    def close_as_failed_from_main_thread(self) -> None:
         """From now on `close_as_failed` elsewhere waits for the main thread's, `_MAX_HOLD_S` at most."""
         self._may_close_as_failed.clear()
 

@@ -6,10 +6,10 @@ from itertools import product
 from typing import Any, Literal, get_args
 
 from ddprun.config import LoadedPipeline, PipelineError, StepStageSettings, TrainStage, load
-from ddprun.config.resolved import flow_yaml
+from ddprun.config.yaml_writer import flow_yaml
 from ddprun.explain.model_probe import WorldShape
 from ddprun.tune import TuneError
-from ddprun_hooks.config.options import parse_spec
+from ddprun_hooks.config.options import parse_hook_spec
 
 BUCKET_CAP_KEY = "ddp.bucket_cap_mb"
 TUNABLE_KEYS = ("sync", "hooks", BUCKET_CAP_KEY, "accumulate")  # what a search may change, for `--vary`
@@ -51,13 +51,13 @@ class TunedStage:
             changed = load(self.loaded.path, (*self.loaded.overrides, *overrides), self.loaded.folder)
         except PipelineError:
             return None
-        candidate = self._candidate(changed, changes)
+        candidate = self._make_candidate(changed, changes)
         if candidate.settings.plan.round is not None:
             return None  # how long its steps are is known while they run
         steps = candidate.exchange_period * _MIN_SYNCS_PER_STAGE
         return None if candidate.changes and self.steps is not None and steps > self.steps else candidate
 
-    def candidate_from_untrusted(self, changes: Mapping[str, Any]) -> "Candidate":
+    def candidate_from_other_host(self, changes: Mapping[str, Any]) -> "Candidate":
         """The candidate with changes from another host; raises TuneError if they make none."""
         if set(changes) <= set(self.paths_by_key.values()):
             candidate = self.with_changes(changes)
@@ -66,19 +66,21 @@ class TunedStage:
         raise TuneError(f"the first host sent changes that are no candidate of this file: {changes}")
 
     @property
-    def unchanged(self) -> "Candidate":
+    def unchanged_candidate(self) -> "Candidate":
         """The file as it is."""
-        return self._candidate(self.loaded, {})
+        return self._make_candidate(self.loaded, {})
 
-    def _candidate(self, changed: LoadedPipeline, changes: Mapping[str, Any]) -> "Candidate":
+    def _make_candidate(self, changed: LoadedPipeline, changes: Mapping[str, Any]) -> "Candidate":
         """A changed pipeline as a candidate; changes to what the file says anyway are left out."""
         stage = changed.pipeline.stages[self.stage.index]
         assert isinstance(stage, TrainStage)
         candidate = Candidate(changes, changed, stage.effective_settings(changed.pipeline))
         if not changes:
             return candidate
-        before = self.unchanged.values
-        same = {self.paths_by_key[key] for key, value in candidate.values.items() if value == before[key]}
+        before = self.unchanged_candidate.tunable_values
+        same = {
+            self.paths_by_key[key] for key, value in candidate.tunable_values.items() if value == before[key]
+        }
         return replace(candidate, changes={key: value for key, value in changes.items() if key not in same})
 
 
@@ -101,7 +103,7 @@ class Candidate:
         return tuple(f"{key}={flow_yaml(value)}" for key, value in self.changes.items())
 
     @property
-    def values(self) -> dict[str, Any]:
+    def tunable_values(self) -> dict[str, Any]:
         """The value of each of `TUNABLE_KEYS`, as a file would hold it."""
         return {
             "sync": self.settings.sync.to_plain_data(),
@@ -130,7 +132,7 @@ class Candidate:
         return "lossy hooks" if self.lossiness else "exact"
 
     @property
-    def samples_per_step(self) -> int:
+    def rank_samples_per_step(self) -> int:
         """How many samples a rank takes in one step."""
         return self.settings.accumulate * self.loaded.pipeline.loader.batch_size
 
@@ -151,7 +153,7 @@ def _hook_lossiness(name: str, options: Mapping[str, Any]) -> int:
     if name not in _LOSSLESS_HOOKS:
         return _LOSSINESS_BY_HOOK.get(name, _MAX_LOSSINESS)
     legs = [spec for leg in ("within", "across") for spec in options.get(leg) or ()]
-    return max([_hook_lossiness(*parse_spec(spec)) for spec in legs] or [0])
+    return max([_hook_lossiness(*parse_hook_spec(spec)) for spec in legs] or [0])
 
 
 def find_tuned_stage(loaded: LoadedPipeline, steps: Mapping[int, int | None]) -> TunedStage:
@@ -191,7 +193,7 @@ def values_to_try(world: WorldShape, *, on_cpu: bool) -> dict[str, list[Any]]:
     }
 
 
-def all_combinations(
+def generate_candidates(
     tuned: TunedStage, tried: Mapping[str, Sequence[Any]], keys: Sequence[str]
 ) -> Iterator[Candidate]:
     """All combinations of these keys' values that `ddprun check` accepts, the unchanged file first."""
@@ -203,6 +205,6 @@ def all_combinations(
         if candidate is None:
             continue
         ignored = {} if candidate.settings.plan.uses_hooks else {"hooks": None}
-        if (settings := repr({**candidate.values, **ignored})) not in known:
+        if (settings := repr({**candidate.tunable_values, **ignored})) not in known:
             known.add(settings)
             yield candidate

@@ -22,22 +22,27 @@ from ddprun.compare import runs as compare
 from ddprun.compare.hosts import HostCoordinator, HostMessage
 from ddprun.compare.runs import Variant, VariantRuns
 from ddprun.config import LoadedPipeline, PipelineError
-from ddprun.config.resolved import flow_yaml
+from ddprun.config.yaml_writer import flow_yaml
 from ddprun.explain.explain import Explanation, explain
 from ddprun.explain.model_probe import ModelProbe, WorldShape
+from ddprun.predict.cost_model import CostModel
 from ddprun.predict.costs import CostsUnknownError
 from ddprun.predict.links import Links
-from ddprun.predict.measure import QUIET, cost_models_of_run, distinct_stacks_without_noop, run_measurement
-from ddprun.predict.model import CostModel
+from ddprun.predict.measure import (
+    QUIET_OVERRIDES,
+    cost_models_of_run,
+    distinct_stacks_without_noop,
+    run_measurement,
+)
 from ddprun.standard_streams import say
-from ddprun.telemetry.reader import NoRunError, Run
-from ddprun.tune import TuneError, choose
+from ddprun.telemetry.reader import NoRunError, RecordedRun
+from ddprun.tune import TuneError, selection
 from ddprun.tune.candidates import (
     BUCKET_CAP_KEY,
     Candidate,
     TunedStage,
-    all_combinations,
     find_tuned_stage,
+    generate_candidates,
     values_to_try,
 )
 from ddprun.units import format_count
@@ -62,7 +67,7 @@ class SearchRequest:
     links: Links | None  # None: unlimited; on several hosts that are here, measured
     measured_run: Path | None  # a saved run in place of a short one
     vary: Mapping[str, Sequence[Any]]  # values of `candidates.TUNABLE_KEYS` in place of those that are tried
-    floors: choose.QualityFloors
+    floors: selection.QualityFloors
     minutes: float
     runs_folder: Path
 
@@ -74,35 +79,37 @@ class SearchOutcome:
     tuned: TunedStage
     world: WorldShape
     links: Links
-    floors: choose.QualityFloors
-    baseline: choose.PredictedCandidate  # the file as it is
-    entries: Sequence[choose.PredictedCandidate]  # the candidates, by predicted time
+    floors: selection.QualityFloors
+    baseline: selection.PredictedCandidate  # the file as it is
+    entries: Sequence[selection.PredictedCandidate]  # the candidates, by predicted time
     unmeasured_stacks: Sequence[str]  # stacks of hooks that were left out: nothing is known of their work
     not_run_reason: str  # why nothing was run for real; empty: the runs decide
-    trials: list[choose.Trial] = field(default_factory=list)
+    trials: list[selection.Trial] = field(default_factory=list)
     noise_factor: float | None = None  # at least 1: by which the file's twin differed
-    baseline_trial: choose.Trial | None = None  # of the file, in the last round
+    baseline_trial: selection.Trial | None = None  # of the file, in the last round
     end_reason: str = ""  # why there were no more runs
     folder: Path = Path()
 
-    def add_round(self, chosen: Sequence[choose.PredictedCandidate], sides: Sequence[VariantRuns]) -> None:
+    def add_round(self, chosen: Sequence[selection.PredictedCandidate], sides: Sequence[VariantRuns]) -> None:
         """Take in what came out of a round: the runs of the file, of its twin and of these candidates. Raises
         TuneError if the file failed.
         """
         first = sides[0]
         if not first.completed:
             log = compare.log_path(first.runs[0])
-            raise TuneError(f"the file as it is failed with exit code {first.runs[0].code}; see {log}")
+            raise TuneError(f"the file as it is failed with exit code {first.runs[0].exit_code}; see {log}")
         entries = [self.baseline, self.baseline, *chosen]
         measured = [[turn.step_s for turn in side.times_by_seed_and_turn.values()] for side in sides]
         rows = compare.comparison_rows(sides)
         samples = int(rows[0]["loss_after_samples"])
-        target_loss = learning.loss_after(first.digests[0].run, int(choose.TARGET_LOSS_SHARE * samples))
+        target_loss = learning.windowed_loss_at(
+            first.digests[0].run, int(selection.TARGET_LOSS_SHARE * samples)
+        )
         self.baseline_trial, _, *trials = (
-            choose.Trial(
+            selection.Trial(
                 entry=entry,
                 run_dir=side.runs[0].folder,
-                code=side.runs[0].code,
+                exit_code=side.runs[0].exit_code,
                 verdict=row["verdict"],
                 speed_ratio=compare.speed_ratio(first, side),
                 step_s=fmean(step_s) if step_s else None,
@@ -119,15 +126,15 @@ class SearchOutcome:
         self.noise_factor = max(self.noise_factor or 1.0, compare.noise_factor(sides) or 1.0)
 
     @property
-    def winning_trial(self) -> choose.Trial | None:
+    def winning_trial(self) -> selection.Trial | None:
         """The winner's trial, if runs decide."""
-        return None if self.not_run_reason else choose.pick_winner(self.trials, self.floors)
+        return None if self.not_run_reason else selection.pick_winner(self.trials, self.floors)
 
     @property
-    def winner(self) -> choose.PredictedCandidate | None:
+    def winner(self) -> selection.PredictedCandidate | None:
         """The winning candidate; None: change nothing."""
         if self.not_run_reason:
-            return choose.predicted_winner(self.baseline, self.entries)
+            return selection.pick_predicted_winner(self.baseline, self.entries)
         trial = self.winning_trial
         return trial.entry if trial is not None else None
 
@@ -157,11 +164,11 @@ class Search:
         self._run_start_s = 0.0  # how long one run takes to start here
         self._rounds = 0  # so many were run
 
-    def take_part(self, message: HostMessage) -> None:
+    def run_part_of_round(self, message: HostMessage) -> None:
         """Run this host's part of a round that the first of several hosts runs."""
-        chosen = list(map(self._tuned.candidate_from_untrusted, message.candidates))
+        chosen = list(map(self._tuned.candidate_from_other_host, message.candidates))
         folder = self._request.runs_folder / message.folder
-        self._run_all(chosen, folder, message.turn_steps, message.steps)
+        self._run_variants(chosen, folder, message.turn_steps, message.steps)
 
     def run(self) -> SearchOutcome:
         """Measure, predict, run. Raises TuneError if the file as it is cannot be run, what
@@ -174,7 +181,7 @@ class Search:
         return outcome
 
     @property
-    def _left_s(self) -> float:
+    def _remaining_s(self) -> float:
         return 60 * self._request.minutes - (time.monotonic() - self._start_time_s)
 
     # By prediction.
@@ -183,9 +190,9 @@ class Search:
         tuned, on_cpu = self._tuned, self._explained.probe.device.type == "cpu"
         tried = values_to_try(self._world, on_cpu=on_cpu)
         tried |= {key: list(values) for key, values in self._request.vary.items()}
-        found = list(all_combinations(tuned, tried, ("sync", "hooks", "accumulate")))
-        self._cost_model = self._load_or_measure_costs(found)
-        file, *entries = self._predict(found)
+        found = list(generate_candidates(tuned, tried, ("sync", "hooks", "accumulate")))
+        self._cost_model = self._load_or_fit_cost_model(found)
+        file, *entries = self._predict_each(found)
         if not file.predicted.hooks_measured:
             hooks = flow_yaml(file.candidate.settings.hook_specs)
             text = f"the --from run has no steps with the file's hooks {hooks}: leave --from out"
@@ -193,7 +200,7 @@ class Search:
         known = [one for one in entries if one.predicted.hooks_measured]
         unmeasured = [one.candidate.settings for one in entries if not one.predicted.hooks_measured]
         best = sorted(known, key=lambda one: one.us_per_sample)[:_CANDIDATES_WITH_OTHER_CAPS]
-        known += self._with_other_caps([file, *best], tried[BUCKET_CAP_KEY])
+        known += self._vary_bucket_caps([file, *best], tried[BUCKET_CAP_KEY])
         return SearchOutcome(
             tuned=tuned,
             world=self._world,
@@ -202,18 +209,20 @@ class Search:
             baseline=file,
             entries=sorted(known, key=lambda one: one.us_per_sample),
             unmeasured_stacks=sorted({flow_yaml(settings.hook_specs) for settings in unmeasured}),
-            not_run_reason="" if self._hosts is not None else why_not_run(self._world.hosts, self._links),
+            not_run_reason=""
+            if self._hosts is not None
+            else find_not_run_reason(self._world.hosts, self._links),
             folder=self.folder,
         )
 
-    def _load_or_measure_costs(self, found: Sequence[Candidate]) -> CostModel:
+    def _load_or_fit_cost_model(self, found: Sequence[Candidate]) -> CostModel:
         """The cost model of the run that `--from` names, or of a short one with all stacks of hooks."""
         request, loaded = self._request, self._request.loaded
         if request.measured_run is not None:
             return next(cost_models_of_run(request.measured_run, Links(), loaded))
         stacks = distinct_stacks_without_noop(candidate.settings.hook_specs for candidate in found)
         run_dir = self.folder / "costs"
-        began_us, limit_s = 1e6 * time.monotonic(), max(1.0, _MEASURING_TIME_SHARE * self._left_s)
+        began_us, limit_s = 1e6 * time.monotonic(), max(1.0, _MEASURING_TIME_SHARE * self._remaining_s)
         run_measurement(loaded, stacks, run_dir, overrides=self._local_overrides, limit_s=limit_s)
         try:
             model = next(cost_models_of_run(run_dir, Links()))
@@ -222,11 +231,11 @@ class Search:
                 raise
             text = f"the short run that measures costs had {limit_s:.0f} s, a third of --minutes"
             raise TuneError(f"{text}, which is too short: {error}; give more --minutes") from None
-        started_us = Run(run_dir).started.monotonic_us or began_us
+        started_us = RecordedRun(run_dir).started.monotonic_us or began_us
         self._run_start_s, self.costs_run = max(0.0, started_us - began_us) / 1e6, run_dir
         return model
 
-    def _predict(self, found: Sequence[Candidate]) -> Iterator[choose.PredictedCandidate]:
+    def _predict_each(self, found: Sequence[Candidate]) -> Iterator[selection.PredictedCandidate]:
         """Predict each candidate; those that only the attempt shows to be impossible are left out."""
         for number, candidate in enumerate(found, 1):
             self._progress(f"predicting {number} of {len(found)} candidates")
@@ -239,18 +248,18 @@ class Search:
             predicted = self._cost_model.predict(stage, self._world, self._links)
             exchanges = [one for pattern in stage.patterns for one in pattern.exchanges]
             layouts = [(one.moment, [bucket.params for bucket in one.buckets]) for one in exchanges]
-            yield choose.PredictedCandidate(candidate, predicted, layouts)
+            yield selection.PredictedCandidate(candidate, predicted, layouts)
 
-    def _with_other_caps(
-        self, best: Sequence[choose.PredictedCandidate], caps_mb: Sequence[Any]
-    ) -> Iterator[choose.PredictedCandidate]:
+    def _vary_bucket_caps(
+        self, best: Sequence[selection.PredictedCandidate], caps_mb: Sequence[Any]
+    ) -> Iterator[selection.PredictedCandidate]:
         """The best candidates, and the file, with other sizes of buckets, where these make other buckets."""
         key = self._tuned.paths_by_key[BUCKET_CAP_KEY]
         for one in best:
             known = [one.layouts]
             found = [self._tuned.with_changes({**one.candidate.changes, key: cap}) for cap in caps_mb]
             resized = [each for each in found if each is not None and key in each.changes]
-            for other in self._predict(resized):
+            for other in self._predict_each(resized):
                 if other.predicted.hooks_measured and other.layouts not in known:
                     known.append(other.layouts)
                     yield other
@@ -276,9 +285,9 @@ class Search:
             scale = outcome.baseline_trial.step_s / file_s
             file_s = outcome.baseline_trial.step_s
         runs = _CANDIDATES_PER_ROUND + 2
-        longest = steps_per_turn_and_run(runs * file_s, self._budget_s(runs), None, self._tuned.steps)
+        longest = steps_per_turn_and_run(runs * file_s, self._round_budget_s(runs), None, self._tuned.steps)
         known = outcome.baseline, outcome.entries, outcome.trials, outcome.floors
-        best = partial(choose.next_candidates, *known, most=_CANDIDATES_PER_ROUND)
+        best = partial(selection.next_candidates, *known, most=_CANDIDATES_PER_ROUND)
         chosen = best(max_period=longest[0] if longest is not None else 1)
         if not chosen:
             outcome.end_reason = "no other candidate is predicted to be better"
@@ -288,7 +297,9 @@ class Search:
             return False
         step_s = 2 * file_s + sum(scale * one.predicted.step_us / 1e6 for one in chosen)
         period = max(one.candidate.exchange_period for one in chosen)
-        lengths = steps_per_turn_and_run(step_s, self._budget_s(len(chosen) + 2), period, self._tuned.steps)
+        lengths = steps_per_turn_and_run(
+            step_s, self._round_budget_s(len(chosen) + 2), period, self._tuned.steps
+        )
         if lengths is None:
             outcome.end_reason = "--minutes leaves no time for more runs"
             return False
@@ -304,25 +315,27 @@ class Search:
             self._hosts.send_to_others(
                 HostMessage(folder=name, candidates=changes, turn_steps=turn, steps=steps)
             )
-        outcome.add_round(chosen, self._run_all([one.candidate for one in chosen], folder, turn, steps))
+        outcome.add_round(chosen, self._run_variants([one.candidate for one in chosen], folder, turn, steps))
         return True
 
-    def _run_all(self, chosen: Sequence[Candidate], folder: Path, turn: int, steps: int) -> list[VariantRuns]:
+    def _run_variants(
+        self, chosen: Sequence[Candidate], folder: Path, turn: int, steps: int
+    ) -> list[VariantRuns]:
         """Run the file as it is, its twin and candidates in turns, on this host or on its part of several."""
-        quiet = (*QUIET, f"timings.fidelity_every={turn}", *self._local_overrides)
-        file = self._tuned.unchanged
+        quiet = (*QUIET_OVERRIDES, f"timings.fidelity_every={turn}", *self._local_overrides)
+        file = self._tuned.unchanged_candidate
         variants = []
         for index, candidate in enumerate((file, file, *chosen)):
             own = (*candidate.loaded.overrides, *short_run_overrides(candidate, self._tuned, steps))
             variants.append(Variant(candidate.name, candidate.loaded.path, (*own, *quiet), twin=index == 1))
-        return compare.run_all(variants, [None], folder, turn, (), self._progress, self._hosts)
+        return compare.run_variants(variants, [None], folder, turn, (), self._progress, self._hosts)
 
-    def _budget_s(self, runs: int) -> float:
+    def _round_budget_s(self, runs: int) -> float:
         """How long steps of a round may take, without the start of so many runs."""
-        return _ROUND_TIME_SHARE * self._left_s - runs * self._run_start_s
+        return _ROUND_TIME_SHARE * self._remaining_s - runs * self._run_start_s
 
 
-def why_not_run(hosts: int, links: Links) -> str:
+def find_not_run_reason(hosts: int, links: Links) -> str:
     """Why nothing can be run for real; empty if it can."""
     if hosts > 1:
         return f"the {hosts} hosts do not take part (give --rdzv-endpoint on each)"

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ddprun.config import LoadedPipeline, load
-from ddprun.config.resolved import flow_yaml, to_plain_data, written_yaml
-from ddprun.tune import choose
+from ddprun.config.yaml_writer import flow_yaml, to_plain_data, written_yaml
+from ddprun.tune import selection
 from ddprun.tune.candidates import CANDIDATE_KINDS, Candidate
 from ddprun.tune.search import SearchOutcome
 from ddprun.units import abbreviated_list, format_count, format_duration, format_table
@@ -22,8 +22,8 @@ _MAX_NAMED_STACKS = 3  # stacks of hooks that were left out
 def render_text(outcome: SearchOutcome, written: str | None) -> str:
     """The result of the search, for a reader; `written`: the file that the winner was written to."""
     lines = list(_header_lines(outcome))
-    lines += ["", *format_table(_rows(outcome), "<>>>>>><"), ""]
-    for paragraph in _conclusion(outcome, written):
+    lines += ["", *format_table(_candidate_rows(outcome), "<>>>>>><"), ""]
+    for paragraph in _conclusion_sentences(outcome, written):
         lines += textwrap.wrap(paragraph, _WIDTH, break_long_words=False, break_on_hyphens=False)
     return "\n".join(line.rstrip() for line in lines)
 
@@ -46,12 +46,21 @@ def _header_lines(outcome: SearchOutcome) -> Iterator[str]:
         yield f"Left out, because the measured run has no steps with these hooks: {left_out}."
 
 
-def _rows(outcome: SearchOutcome) -> list[tuple[str, ...]]:
+def _candidate_rows(outcome: SearchOutcome) -> list[tuple[str, ...]]:
     file, measured = outcome.baseline, outcome.baseline_trial
     step_s, loss = (None, None) if measured is None else (measured.step_s, measured.loss)
     rows: list[tuple[str, ...]] = [
         ("", "predicted", "measured", "times the file", "to a loss", "fidelity", "loss", ""),
-        (file.candidate.name, _step_time_text(file), _step_text(step_s), "1", "1", "", _number(loss), ""),
+        (
+            file.candidate.name,
+            _predicted_step_text(file),
+            _measured_step_text(step_s),
+            "1",
+            "1",
+            "",
+            _format_number(loss),
+            "",
+        ),
     ]
     # What keeps training the same comes first, then what loses less; the fastest first in each kind.
     for trial in sorted(
@@ -61,24 +70,24 @@ def _rows(outcome: SearchOutcome) -> list[tuple[str, ...]]:
             -t.loss_adjusted_speedup(outcome.floors),
         ),
     ):
-        out, ratio = choose.rejection_reason(trial, outcome.floors), trial.speed_ratio
+        out, ratio = selection.rejection_reason(trial, outcome.floors), trial.speed_ratio
         above = trial.relative_loss_increase
         rows.append(
             (
                 trial.entry.candidate.name,
-                _step_time_text(trial.entry),
-                _step_text(trial.step_s, trial.spread_s),
+                _predicted_step_text(trial.entry),
+                _measured_step_text(trial.step_s, trial.spread_s),
                 "-" if ratio is None else f"{ratio.mean:.2f} ({ratio.low:.2f} to {ratio.high:.2f})",
-                _number(trial.speedup_to_loss, 2),
-                _number(trial.cosine),
-                _number(trial.loss) + ("" if above is None else f" ({above:+.1%})"),
+                _format_number(trial.speedup_to_loss, 2),
+                _format_number(trial.cosine),
+                _format_number(trial.loss) + ("" if above is None else f" ({above:+.1%})"),
                 f"out: {out}" if out is not None else trial.verdict,
             )
         )
     ran = {trial.entry.candidate.name for trial in outcome.trials}
     left = [one for one in outcome.entries if one.candidate.name not in ran]
     rows += [
-        (one.candidate.name, _step_time_text(one), "", "", "", "", "", one.predicted.limit)
+        (one.candidate.name, _predicted_step_text(one), "", "", "", "", "", one.predicted.limit)
         for one in left[:_MAX_UNRUN_CANDIDATES]
     ]
     if len(left) > _MAX_UNRUN_CANDIDATES:
@@ -86,20 +95,20 @@ def _rows(outcome: SearchOutcome) -> list[tuple[str, ...]]:
     return rows
 
 
-def _step_time_text(entry: choose.PredictedCandidate) -> str:
+def _predicted_step_text(entry: selection.PredictedCandidate) -> str:
     return format_duration(1e-6 * entry.predicted.step_us)
 
 
-def _step_text(seconds: float | None, spread_s: float | None = None) -> str:
+def _measured_step_text(seconds: float | None, spread_s: float | None = None) -> str:
     spread = "" if spread_s is None else f" ± {format_duration(spread_s)}"
     return "-" if seconds is None else format_duration(seconds) + spread
 
 
-def _number(value: float | None, digits: int = 4) -> str:
+def _format_number(value: float | None, digits: int = 4) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _conclusion(outcome: SearchOutcome, written: str | None) -> Iterator[str]:
+def _conclusion_sentences(outcome: SearchOutcome, written: str | None) -> Iterator[str]:
     if outcome.end_reason and outcome.trials:
         yield f"The search ended because {outcome.end_reason}."
     if outcome.winner is None:
@@ -110,7 +119,7 @@ def _conclusion(outcome: SearchOutcome, written: str | None) -> Iterator[str]:
         yield f"It is written to {written}."
 
 
-def _winner_sentences(outcome: SearchOutcome, winner: choose.PredictedCandidate) -> Iterator[str]:
+def _winner_sentences(outcome: SearchOutcome, winner: selection.PredictedCandidate) -> Iterator[str]:
     """How fast the winner is, and what it does to training."""
     trial = outcome.winning_trial
     headline = {
@@ -121,7 +130,7 @@ def _winner_sentences(outcome: SearchOutcome, winner: choose.PredictedCandidate)
     }[winner.candidate.kind]
     name = f"{headline}: {winner.candidate.name}."
     if trial is None:
-        step, baseline_step = _step_time_text(winner), _step_time_text(outcome.baseline)
+        step, baseline_step = _predicted_step_text(winner), _predicted_step_text(outcome.baseline)
         gain = outcome.baseline.us_per_sample / winner.us_per_sample
         yield (
             f"{name} By prediction, a step takes {step} in place of {baseline_step}: {gain:.2f} times as "
@@ -151,7 +160,7 @@ def _no_winner_text(outcome: SearchOutcome) -> str:
     return "Change nothing: no candidate that was run is faster beyond noise."
 
 
-def _training_impact_text(candidate: Candidate, trial: choose.Trial | None) -> str:
+def _training_impact_text(candidate: Candidate, trial: selection.Trial | None) -> str:
     """In words, what training loses; empty if gradients are averaged exactly in every step."""
     if candidate.kind == "exact":
         return ""
@@ -169,7 +178,7 @@ def _training_impact_text(candidate: Candidate, trial: choose.Trial | None) -> s
         measured.append(f"its training loss is {losses}")
     figures = f" In the short run, {' and '.join(measured)}." if measured else ""
     if trial.speedup_to_loss:
-        target = f"the loss that the file has after {choose.TARGET_LOSS_SHARE:.0%} of the steps"
+        target = f"the loss that the file has after {selection.TARGET_LOSS_SHARE:.0%} of the steps"
         figures += f" It is {trial.speedup_to_loss:.2f} times as fast to reach {target}."
     return (
         f"It does not train the same: {what}.{figures} That was one seed; `ddprun compare --seeds 5` tells "
@@ -183,7 +192,7 @@ def winner_file_comment(outcome: SearchOutcome, command: str) -> list[str]:
     changes = outcome.winner.candidate.changes
     origin = f"Written by `{command}` on {time.strftime('%Y-%m-%d')}, for {outcome.world}."
     text = " ".join([origin, *_winner_sentences(outcome, outcome.winner)])
-    old = outcome.baseline.candidate.values
+    old = outcome.baseline.candidate.tunable_values
     changed = [
         f"- {place}: {flow_yaml(changes[place])} (was {flow_yaml(to_plain_data(old[key]))})"
         for key, place in outcome.tuned.paths_by_key.items()
@@ -197,7 +206,7 @@ def overrides_without_secrets(loaded: LoadedPipeline) -> list[str]:
     return [text for text in loaded.overrides if loaded.secrets.redact(text) == text]
 
 
-def tuned_text(loaded: LoadedPipeline, overrides: Sequence[str], heading: Sequence[str]) -> str:
+def tuned_pipeline_yaml(loaded: LoadedPipeline, overrides: Sequence[str], heading: Sequence[str]) -> str:
     """The keys of the file with these overrides in place of its own; `heading`: comment lines at the top."""
     # A line break of any kind would end the comment.
     lines = (" ".join(loaded.secrets.redact(line).split()) for line in heading)
@@ -221,7 +230,7 @@ def to_json_data(outcome: SearchOutcome, written: str | None) -> dict[str, Any]:
         "unmeasured": list(outcome.unmeasured_stacks),
         "file": {
             "predicted_us": round(outcome.baseline.predicted.step_us),
-            "measured_us": None if file is None else _us(file.step_s),
+            "measured_us": None if file is None else _to_rounded_us(file.step_s),
             "loss": None if file is None else file.loss,
         },
         "candidates": [
@@ -230,7 +239,7 @@ def to_json_data(outcome: SearchOutcome, written: str | None) -> dict[str, Any]:
                 "kind": one.candidate.kind,
                 "predicted_us": round(one.predicted.step_us),
                 "limit": one.predicted.limit,
-                "measured": _trial_object(trials.get(one.candidate.name), outcome),
+                "measured": _trial_to_json_data(trials.get(one.candidate.name), outcome),
             }
             for one in outcome.entries
         ],
@@ -240,13 +249,13 @@ def to_json_data(outcome: SearchOutcome, written: str | None) -> dict[str, Any]:
     }
 
 
-def _trial_object(trial: choose.Trial | None, outcome: SearchOutcome) -> dict[str, Any] | None:
+def _trial_to_json_data(trial: selection.Trial | None, outcome: SearchOutcome) -> dict[str, Any] | None:
     if trial is None:
         return None
     ratio = trial.speed_ratio
     return {
-        "step_us": _us(trial.step_s),
-        "spread_us": _us(trial.spread_s),
+        "step_us": _to_rounded_us(trial.step_s),
+        "spread_us": _to_rounded_us(trial.spread_s),
         "times_file": ratio.mean if ratio is not None else None,
         "times_file_low": ratio.low if ratio is not None else None,
         "times_file_high": ratio.high if ratio is not None else None,
@@ -256,10 +265,10 @@ def _trial_object(trial: choose.Trial | None, outcome: SearchOutcome) -> dict[st
         "cosine": trial.cosine,
         "loss": trial.loss,
         "loss_above": trial.relative_loss_increase,
-        "out": choose.rejection_reason(trial, outcome.floors),
+        "out": selection.rejection_reason(trial, outcome.floors),
         "run_dir": str(trial.run_dir),
     }
 
 
-def _us(seconds: float | None) -> int | None:
+def _to_rounded_us(seconds: float | None) -> int | None:
     return None if seconds is None else round(1e6 * seconds)

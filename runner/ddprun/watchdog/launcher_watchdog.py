@@ -17,7 +17,7 @@ STATUS_SERVER_VARIABLE = "DDPRUN_STATUS_SERVER"  # where other hosts ask about t
 _TICK_S = 0.25
 _SELF_EXIT_S = 6.0  # ranks that find a hang end themselves within this; what is left then cannot
 _LAUNCHER_EXIT_S = 6.0
-_TRIES = 3
+_MAX_UNANSWERED = 3
 _SUSPENSION_S = 1.0
 
 
@@ -44,7 +44,9 @@ class LauncherWatchdog:
         self._server: HangStatusServer | None = None
         if address is not None:
             try:
-                self._server = HangStatusServer(address, self.read_statuses, self._announce_to_live_ranks)
+                self._server = HangStatusServer(
+                    address, self.read_statuses, self._announce_hang_to_live_ranks
+                )
             except OSError as error:
                 say(
                     f"warning: no status server at {address}: {error}; if the run hangs, other hosts "
@@ -82,12 +84,12 @@ class LauncherWatchdog:
         """
         folders = _attempt_folders(self._folder)
         newest = read_pages(folders[-1]) if folders else {}
-        found = {rank: status for rank, status in newest.items() if status.reported}
+        found = {rank: status for rank, status in newest.items() if status.hang_reported}
         for folder in folders:
             found |= _live_ranks(folder)
         return found
 
-    def _announce_to_live_ranks(self) -> None:
+    def _announce_hang_to_live_ranks(self) -> None:
         for folder in _attempt_folders(self._folder):
             if _live_ranks(folder):
                 with suppress(OSError):
@@ -105,7 +107,7 @@ class LauncherWatchdog:
                 for folder in _attempt_folders(self._folder):
                     if self._give_up is not None or (folder / HANG_FILE).exists():  # else nobody asks
                         living[folder] = _live_ranks(folder)
-            self._check_ranks(living)
+            self._kill_stuck_ranks(living)
             self._give_up_without_ranks(living, passed)
 
     def _give_up_without_ranks(
@@ -119,19 +121,19 @@ class LauncherWatchdog:
             return
         if self._rendezvous_answers is not None:
             self._unreachable = 0 if self._rendezvous_answers() else self._unreachable + 1
-            is_over = self._unreachable >= _TRIES
+            is_over = self._unreachable >= _MAX_UNANSWERED
         else:
             is_over = ([*living][-1] / HANG_FILE).exists()
         if is_over and (give_up := self._give_up) is not None:  # `linger` may have taken it away meanwhile
             give_up()
 
-    def _check_ranks(self, living: Mapping[Path, Mapping[int, RankStatus]]) -> None:
+    def _kill_stuck_ranks(self, living: Mapping[Path, Mapping[int, RankStatus]]) -> None:
         """End ranks that cannot end themselves after a hang was found."""
         for folder, ranks in living.items():
             if not (folder / HANG_FILE).exists():
                 continue
             since = self._hang_since.setdefault(folder, time.monotonic())
-            stuck = [status for status in ranks.values() if status.lifeless]
+            stuck = [status for status in ranks.values() if status.is_lifeless]
             if len(stuck) < len(ranks) and time.monotonic() - since <= _SELF_EXIT_S:
                 continue
             for status in stuck:

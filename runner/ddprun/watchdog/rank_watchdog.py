@@ -17,8 +17,8 @@ import torch
 
 import ddprun
 import ddprun_hooks
-from ddprun.watchdog.status_page import SET_UP_OPS, StatusPage, UnfinishedCollective
-from ddprun_hooks.comm.observer import CollectiveHandle, CollectiveObserver, CollectiveSequence
+from ddprun.watchdog.status_page import CONNECTION_SETUP_OPS, StatusPage, UnfinishedCollective
+from ddprun_hooks.comm.collective_observer import CollectiveHandle, CollectiveObserver, CollectiveSequence
 from ddprun_hooks.comm.trace import now_us
 from ddprun_hooks.payload import ParamSlice, Payload, PayloadKind
 
@@ -31,10 +31,10 @@ _SUSPENSION_S = 1.0  # a tick that comes so late was not late: the process was s
 # A device is asked about a collective of that age; younger ones are nearly always over soon. To ask holds
 # Python's lock, and breaks the capture of a CUDA graph.
 _DEVICE_POLL_AGE_S = 1.0
-_ASK_EVERY_S = 1.0
+_CHECK_FAILURES_S = 1.0
 
 _WAITS_NOTED = 4
-_REPORT_S = 10.0  # how long the handler may take
+_HANDLER_TIMEOUT_S = 10.0  # how long the handler may take
 
 _PYTHON = os.path.join(sysconfig.get_path("stdlib"), "")
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
@@ -65,13 +65,13 @@ class WatchedCollective(CollectiveHandle):
         self.failed_us, self.has_ended = self.sequence.watchdog.clock_us(), None
         self.sequence.outstanding[self.number] = self  # one that failed may already have been taken for over
 
-    def done_when(self, has_ended: Callable[[], bool]) -> None:
+    def set_completion_check(self, has_ended: Callable[[], bool]) -> None:
         self.has_ended = has_ended
 
     @property
     def is_connecting(self) -> bool:
         """Whether the rank waits in it for others to which there is no connection yet."""
-        return self.op in SET_UP_OPS and self.failed_us is None
+        return self.op in CONNECTION_SETUP_OPS and self.failed_us is None
 
     def age_s(self, now_us: int) -> float:
         """For how long it has been under way by now, or was when it failed."""
@@ -170,11 +170,11 @@ class RankWatchdog(CollectiveObserver):
         self._sequences.append(sequence)
         return sequence
 
-    def report_hang(self) -> None:
+    def report_peer_hang(self) -> None:
         """Another rank has found a hang: let the handler report it from here, too, and end the process."""
         self.peer_found_hang = True
         if self._thread is not None:
-            self._thread.join(_REPORT_S)
+            self._thread.join(_HANDLER_TIMEOUT_S)
 
     def close(self) -> None:
         """End the watchdog. The status page stays as it is."""
@@ -224,7 +224,7 @@ class RankWatchdog(CollectiveObserver):
             oldest = waits[0] if waits else None
             too_long = oldest is not None and oldest.age_s(looked_us) > self.timeout_s
             self.write_status(waits)
-            if oldest is not None and oldest.is_connecting and now - asked > _ASK_EVERY_S:
+            if oldest is not None and oldest.is_connecting and now - asked > _CHECK_FAILURES_S:
                 self.end_after_failure(oldest.description)
                 asked = before = time.monotonic()
             # The file is taken for missing if nobody can say.

@@ -25,11 +25,11 @@ from ddprun_hooks.comm.trace import now_us
 
 MAX_SEQUENCES = 1024  # of a page; of ranks in further ones it is only known whether they are there
 
-LIFELESS_S = 3.0  # a rank whose watchdog is silent for so long is stopped, or a call holds the GIL
+LIFELESS_AFTER_S = 3.0  # a rank whose watchdog is silent for so long is stopped, or a call holds the GIL
 
 # What a rank does before it has connections to others. Nothing breaks if one of them ends meanwhile.
-SET_UP_OPS = frozenset({"get", "init_process_group", "new_group"})
-_ASK_S = 1.5  # how long a launcher has to answer
+CONNECTION_SETUP_OPS = frozenset({"get", "init_process_group", "new_group"})
+_ANSWER_TIMEOUT_S = 1.5  # how long a launcher has to answer
 _QUESTION_BYTES = 1024
 _ANSWER_BYTES = 16 << 20
 _NOTE_BYTES = 1 << 17  # room for what a rank waits for, with the numbers of thousands of ranks
@@ -67,7 +67,9 @@ class UnfinishedCollective:
     what: str
 
 
-_NOTE_ADAPTER = TypeAdapter(tuple[Sequence[UnfinishedCollective], str])  # `waits` and `at` of a `RankStatus`
+_NOTE_ADAPTER = TypeAdapter(
+    tuple[Sequence[UnfinishedCollective], str]
+)  # `waits` and `code_location` of a `RankStatus`
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +86,13 @@ class RankStatus:
     phase_age_s: float
     issued: tuple[int, ...]  # collectives issued, by sequence
     waits: tuple[UnfinishedCollective, ...]  # what the rank waits for, oldest first
-    at: str  # where its training thread is in Python code
-    reported: bool  # it has reported a hang in its log
+    code_location: str  # where its training thread is in Python code
+    hang_reported: bool  # it has reported a hang in its log
 
     @property
     def is_connecting(self) -> bool:
         """Whether it waits for ranks to which there is no connection yet that would break if they ended."""
-        return bool(self.waits) and self.waits[0].op in SET_UP_OPS
+        return bool(self.waits) and self.waits[0].op in CONNECTION_SETUP_OPS
 
     def issued_count(self, sequence: int) -> int:
         """How many collectives of a sequence the rank has issued."""
@@ -102,14 +104,14 @@ class RankStatus:
         return self.state in ("T", "t")
 
     @property
-    def lifeless(self) -> bool:
+    def is_lifeless(self) -> bool:
         """It does nothing; not even its watchdog does."""
-        return self.is_suspended or self.state in ("Z", "gone") or self.beat_age_s > LIFELESS_S
+        return self.is_suspended or self.state in ("Z", "gone") or self.beat_age_s > LIFELESS_AFTER_S
 
     @property
     def is_unexpectedly_lifeless(self) -> bool:
         """It does nothing, and not because it has reported a hang and ended, as every rank then does."""
-        return self.lifeless and not self.reported
+        return self.is_lifeless and not self.hang_reported
 
 
 STATUSES_ADAPTER = TypeAdapter(dict[int, RankStatus])  # to JSON and back
@@ -163,7 +165,7 @@ class StatusPage:
         self._page.note = text if len(text) <= _NOTE_BYTES else b'[[],""]'
         self._page.beat = now_us()
 
-    def set_reported(self) -> None:
+    def set_hang_reported(self) -> None:
         """This rank has reported in its log what it knows."""
         self._page.reported = 1
 
@@ -193,8 +195,8 @@ def read_page(path: str | Path) -> RankStatus | None:
         phase_age_s=(now - page.phase_since) / 1e6,
         issued=issued[: max((index + 1 for index, count in enumerate(issued) if count), default=0)],
         waits=tuple(waits),
-        at=at,
-        reported=bool(page.reported),
+        code_location=at,
+        hang_reported=bool(page.reported),
     )
 
 
@@ -219,7 +221,7 @@ def claim_once(folder: Path | None, name: str) -> bool:
 
 class HangStatusServer(socketserver.ThreadingTCPServer):
     """Answers for the ranks of one host, at a free port of the address of the interface that they use. Ranks
-    of another host ask when they have found a hang: it calls `hang_found`, and sends what status pages say.
+    of another host ask when they have found a hang: it calls `on_hang_found` and sends the status pages.
     """
 
     daemon_threads = True
@@ -229,9 +231,9 @@ class HangStatusServer(socketserver.ThreadingTCPServer):
     def __init__(
         self, address: str, read_statuses: Callable[[], dict[int, RankStatus]], hang_found: Callable[[], None]
     ) -> None:
-        self.read_statuses, self.hang_found, self.secret = read_statuses, hang_found, secrets.token_hex(8)
+        self.read_statuses, self.on_hang_found, self.secret = read_statuses, hang_found, secrets.token_hex(8)
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        super().__init__((address, 0), _AnswerHandler)
+        super().__init__((address, 0), _StatusRequestHandler)
         host, port = self.server_address[:2]
         self.endpoint = f"{host!s}:{port}/{self.secret}"  # host:port/secret, for `announce_hang_and_ask`
 
@@ -239,14 +241,14 @@ class HangStatusServer(socketserver.ThreadingTCPServer):
         """Whoever asked is gone; nobody else need know."""
 
 
-class _AnswerHandler(socketserver.StreamRequestHandler):
-    timeout = _ASK_S
+class _StatusRequestHandler(socketserver.StreamRequestHandler):
+    timeout = _ANSWER_TIMEOUT_S
 
     def handle(self) -> None:
         server = self.server
         assert isinstance(server, HangStatusServer)
         if hmac.compare_digest(self.rfile.readline(_QUESTION_BYTES).strip(), server.secret.encode()):
-            server.hang_found()
+            server.on_hang_found()
             self.wfile.write(STATUSES_ADAPTER.dump_json(server.read_statuses()) + b"\n")
 
 
@@ -255,7 +257,7 @@ def announce_hang_and_ask(server: str) -> dict[int, RankStatus] | None:
     address, _, secret = server.partition("/")
     host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host, int(port)), timeout=_ASK_S) as connection:
+        with socket.create_connection((host, int(port)), timeout=_ANSWER_TIMEOUT_S) as connection:
             connection.sendall(f"{secret}\n".encode())
             with connection.makefile("rb") as answer:
                 return STATUSES_ADAPTER.validate_json(answer.readline(_ANSWER_BYTES))
@@ -263,7 +265,7 @@ def announce_hang_and_ask(server: str) -> dict[int, RankStatus] | None:
         return None
 
 
-def announce_hang(servers: Sequence[str]) -> dict[int, RankStatus]:
+def announce_hang_to_all(servers: Sequence[str]) -> dict[int, RankStatus]:
     """The status pages behind several servers, those that answer; takes no longer than one."""
     if not servers:
         return {}

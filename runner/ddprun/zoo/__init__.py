@@ -1,1 +1,1 @@
-"""Built-in models and data. Factories take the options of `ddprun.config.built_ins` as keyword arguments."""
+"""Built-in models and data. Factories take `ddprun.config.built_in_options` as keyword arguments."""

@@ -35,7 +35,7 @@ def digits(*, held_out: float | None, split_seed: int, folder: Path) -> TrainEva
         labels = torch.from_numpy(arrays["labels"].astype(np.int64))
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(split_seed))
     keep = len(labels) - round(len(labels) * (held_out or 0))
-    return _split(images[order], labels[order], keep)
+    return _split_tensors(images[order], labels[order], keep)
 
 
 def synthetic(
@@ -48,11 +48,11 @@ def synthetic(
     if dtype == "int64":
         size = (samples + held_out, *shape[:-1], shape[-1] + 1)
         tokens = torch.randint(classes, size, generator=generator)
-        return _split(tokens[..., :-1], tokens[..., 1:], samples)
+        return _split_tensors(tokens[..., :-1], tokens[..., 1:], samples)
     size = (samples + held_out, *shape)
     inputs = torch.randn(size, generator=generator, dtype=getattr(torch, dtype))
     labels = torch.randint(classes, (samples + held_out,), generator=generator)
-    return _split(inputs, labels, samples)
+    return _split_tensors(inputs, labels, samples)
 
 
 def text(*, files: Sequence[str], context: int, held_out: float | None, folder: Path) -> TrainEvalSplit:
@@ -64,7 +64,7 @@ def text(*, files: Sequence[str], context: int, held_out: float | None, folder: 
     data = b"".join(_read(path) for path in _matching_files(files, folder))
     stored = torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
     keep = len(stored) - round(len(stored) * (held_out or 0))
-    train, rest = Windows(stored[:keep], context), Windows(stored[keep:], context)
+    train, rest = ByteWindows(stored[:keep], context), ByteWindows(stored[keep:], context)
     if not len(train):
         raise DataError(
             f"{keep} bytes to train on are too few for a window of {context} (context) and one more; "
@@ -73,7 +73,7 @@ def text(*, files: Sequence[str], context: int, held_out: float | None, folder: 
     return TrainEvalSplit(train, rest)
 
 
-class Windows(Dataset[tuple[Tensor, ...]]):
+class ByteWindows(Dataset[tuple[Tensor, ...]]):
     """Windows of `context` bytes and the same moved on by one; each byte is an input at most once."""
 
     def __init__(self, stored: Tensor, context: int) -> None:
@@ -89,7 +89,7 @@ class Windows(Dataset[tuple[Tensor, ...]]):
         return window[:-1], window[1:]
 
 
-def _split(inputs: Tensor, labels: Tensor, keep: int) -> TrainEvalSplit:
+def _split_tensors(inputs: Tensor, labels: Tensor, keep: int) -> TrainEvalSplit:
     return TrainEvalSplit(
         TensorDataset(inputs[:keep], labels[:keep]), TensorDataset(inputs[keep:], labels[keep:])
     )

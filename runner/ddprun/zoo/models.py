@@ -47,7 +47,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Parameter(torch.zeros(context, width))
-        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
+        self.blocks = nn.ModuleList(TransformerBlock(width, heads, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         for weight in (self.token.weight, self.position):
@@ -61,7 +61,7 @@ class Transformer(nn.Module):
         return logits.transpose(1, 2)
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention and a feed-forward layer, each behind a layer norm with a residual connection around it."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:

@@ -29,7 +29,7 @@ from ddprun.cluster import (
     ShowOutput,
     Submission,
     VariableName,
-    trust_variables,
+    trust_environment,
 )
 from ddprun.options import pattern_constraint, problem
 
@@ -40,7 +40,7 @@ _STOP_TIMEOUT_S = 120  # after SIGINT: for a step and a checkpoint
 _ByteSize = Annotated[str, pattern_constraint(r"^[1-9][0-9]*[bkmg]?$", "a number of bytes, as in 512m or 8g")]
 """As Docker has them: 512m, 4g."""
 
-_VOLUME = pattern_constraint(
+_VOLUME_CONSTRAINT = pattern_constraint(
     r"^(/[^:\x00-\x1f]+|[A-Za-z0-9][A-Za-z0-9_.-]*)$", 'a volume\'s name, or a path from "/" on'
 )
 
@@ -49,7 +49,7 @@ _SYSTEM_FOLDERS = (
     "/sys", "/usr/bin", "/usr/lib", "/usr/sbin", "/var/lib/containerd", "/var/lib/docker", "/var/lib/kubelet",
     "/var/log", "/var/run", "/var/spool",
 )  # fmt: skip  # they hold the system itself, its secrets and its sockets
-_TOO_BROAD_FOLDERS = ("/", "/home", "/media", "/mnt", "/opt", "/srv", "/tmp", "/usr", "/var", "/var/lib")
+_UNMOUNTABLE_FOLDERS = ("/", "/home", "/media", "/mnt", "/opt", "/srv", "/tmp", "/usr", "/var", "/var/lib")
 """Folders that hold more than data: a folder below one may be mounted, but not the folder itself."""
 
 
@@ -58,7 +58,7 @@ def _check_mount_source(value: Any) -> Any:
     if not isinstance(value, str) or not value.startswith("/"):
         return value
     plain = posixpath.normpath("/" + value.lstrip("/"))
-    too_broad = plain in _TOO_BROAD_FOLDERS
+    too_broad = plain in _UNMOUNTABLE_FOLDERS
     if too_broad or any(plain == folder or plain.startswith(folder + "/") for folder in _SYSTEM_FOLDERS):
         why = "holds more than data" if too_broad else "is the system's own"
         raise problem(f'"{value}" {why}', "a folder for data or runs alone, as in /data/images")
@@ -86,7 +86,7 @@ class Docker(Cluster):
         network: Annotated[ImageName | None, BeforeValidator(_check_network)] = None
         """An existing network; null creates one for the job, with the bridge driver."""
 
-        runs: Annotated[str, _VOLUME, BeforeValidator(_check_mount_source)] = "ddprun-runs"
+        runs: Annotated[str, _VOLUME_CONSTRAINT, BeforeValidator(_check_mount_source)] = "ddprun-runs"
         """Where the folders of runs are kept: a volume, which is created if it does not exist, or a folder on
         the engine's machine that is not one of the system's."""
 
@@ -112,7 +112,7 @@ class Docker(Cluster):
         files = {**submission.modules, name: loaded.path.read_bytes()}
         self._file_contents = {f"{folder}{path}": data for path, data in files.items()}
         self._min_hosts = min(loaded.pipeline.launch.host_range[0], hosts)
-        self._env = [name for name in options.env if name not in trust_variables()]
+        self._env = [name for name in options.env if name not in trust_environment()]
         names = [f"{self.name}-{node}" for node in range(hosts)]
         path = f"{CONTAINER_RUNS_FOLDER}/{folder}{name}"
         command = submission.container_arguments(self.name, path, hosts, names[0])
@@ -160,7 +160,7 @@ class Docker(Cluster):
     def _environment(self, values: Mapping[str, str]) -> list[str]:
         """A container's environment variables; `values` has those that are passed on."""
         passed_on = {name: values[name] for name in self._env}
-        return [f"{name}={value}" for name, value in {**trust_variables(), **passed_on}.items()]
+        return [f"{name}={value}" for name, value in {**trust_environment(), **passed_on}.items()]
 
     @property
     def text(self) -> str:
@@ -184,7 +184,7 @@ class Docker(Cluster):
         if missing := [name for name in self._env if name not in os.environ]:
             raise ClusterError(f"docker.env: {', '.join(missing)} is not set here")
         env = self._environment(os.environ)
-        with _engine() as api:
+        with _docker_client() as api:
             try:
                 if self._options.network is None:
                     api.create_network(self.name, driver="bridge", labels={JOB_LABEL: self.name})
@@ -196,13 +196,13 @@ class Docker(Cluster):
                 for container in made:
                     api.start(container)
             except BaseException:
-                remove(self.name)
+                remove_job(self.name)
                 raise
         return self.name
 
     def follow(self, job: str, show: ShowOutput) -> Outcome:
         """Show what the containers print until all have ended, then remove them. Raises ClusterError."""
-        with _engine() as api:
+        with _docker_client() as api:
             found = api.containers(all=True, filters={"label": f"{JOB_LABEL}={job}"})
             names = sorted((container["Names"][0].removeprefix("/") for container in found), key=_node_index)
             if not names:
@@ -219,20 +219,20 @@ class Docker(Cluster):
             for thread in threads:
                 thread.start()
             try:
-                ended = [_wait(api, name) for name in names]
+                ended = [_wait_for_container(api, name) for name in names]
                 for thread in threads:
                     thread.join(10)
             finally:
                 stopped.set()  # whoever leaves, as by Ctrl-C, finds nobody writing
-        remove(job)
+        remove_job(job)
         bad = [f"{name} {what}" for name, (code, what) in zip(names, ended, strict=True) if code]
         done = len(names) - len(bad) >= min(self._min_hosts, len(names))
         return Outcome("; ".join(["done" if done else "failed", *bad]), done)
 
 
-def remove(job: str) -> None:
+def remove_job(job: str) -> None:
     """Remove a job's containers and its network, not what its run has left. Raises ClusterError."""
-    with _engine() as api:
+    with _docker_client() as api:
         label = {"label": f"{JOB_LABEL}={job}"}
         for container in api.containers(all=True, filters=label):
             api.remove_container(container["Id"], force=True)
@@ -240,7 +240,7 @@ def remove(job: str) -> None:
             api.remove_network(network["Id"])
 
 
-def _wait(api: Any, name: str) -> tuple[int, str]:
+def _wait_for_container(api: Any, name: str) -> tuple[int, str]:
     """Wait for the end of a container: its exit code, and what that means."""
     api.wait(name, timeout=None)
     state: Mapping[str, Any] = api.inspect_container(name)["State"]
@@ -253,7 +253,7 @@ def _wait(api: Any, name: str) -> tuple[int, str]:
 def _show_log(name: str, show: ShowOutput) -> None:
     """Show a container's output, each line with its node's number but on the first one."""
     head = f"node {_node_index(name)}: " if _node_index(name) else ""
-    with contextlib.suppress(ClusterError), _engine() as api:
+    with contextlib.suppress(ClusterError), _docker_client() as api:
         rest = b""
         for piece in api.logs(name, stream=True, follow=True):
             *whole, rest = (rest + piece).split(b"\n")
@@ -287,7 +287,7 @@ def _parse_bytes(text: str) -> int:
 
 
 @contextlib.contextmanager
-def _engine() -> Iterator[Any]:
+def _docker_client() -> Iterator[Any]:
     """The engine that `DOCKER_HOST` names, or this machine's; what it refuses inside is a ClusterError."""
     try:
         import docker

@@ -33,7 +33,7 @@ from ddprun.cluster import (
     ShowOutput,
     Submission,
     VariableName,
-    trust_variables,
+    trust_environment,
 )
 from ddprun.config.secrets import PipelineString
 from ddprun.config.tree import map_strings
@@ -46,7 +46,7 @@ from ddprun.options import (
     expected,
     pattern_constraint,
     problem,
-    unknown_name,
+    unknown_name_error,
 )
 
 JOB_LABEL = "ddprun.dev/job"  # label of all that belongs to a job; its value is the job's id
@@ -56,7 +56,7 @@ _INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
 _QUEUE_LABEL = "kueue.x-k8s.io/queue-name"  # of a job that waits in a queue
 _TRAINER_API_GROUP = "trainer.kubeflow.org"
 _RESTRICTED_CONTEXT = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}  # wanted of each
-_NODE_JOB_NAME = "node"  # what Kubeflow calls the replicated job, and in it the container, that trains
+_REPLICATED_JOB_NAME = "node"  # what Kubeflow calls the replicated job, and in it the container, that trains
 Manifest = dict[str, Any]
 
 
@@ -92,7 +92,7 @@ _DeviceName = Annotated[
 ]  # what Kubernetes calls an extended resource
 _NVIDIA_GPU = "nvidia.com/gpu"
 _POD_SECURITY_REASON = "pods meet the restricted pod security standard"
-_FORBIDDEN_FIELDS = {
+_FORBIDDEN_POD_FIELDS = {
     "activeDeadlineSeconds": "write kubernetes.deadline_s",
     "automountServiceAccountToken": "a run asks the cluster for nothing",
     "containers": "there is one, which kubernetes.image and the other keys describe",
@@ -129,11 +129,11 @@ def _check_pod_fields(value: Any) -> dict[str, Any]:
         raise expected("a mapping of a pod's fields", "write {priorityClassName: low}")
     faults: list[ValidationError] = []
     for name in map(str, value):
-        if name in _FORBIDDEN_FIELDS:
-            why = _FORBIDDEN_FIELDS[name]
+        if name in _FORBIDDEN_POD_FIELDS:
+            why = _FORBIDDEN_POD_FIELDS[name]
             faults.append(problem(f'"{name}" is not allowed', why, at=name, on_key=True))
         elif name not in _POD_FIELDS:
-            faults.append(unknown_name("field of a pod", name, _POD_FIELDS, at=name, on_key=True))
+            faults.append(unknown_name_error("field of a pod", name, _POD_FIELDS, at=name, on_key=True))
     init_containers = value.get("initContainers", [])
     if not isinstance(init_containers, list) or not all(isinstance(one, dict) for one in init_containers):
         faults.append(expected("a list of containers, each a mapping", at="initContainers"))
@@ -142,7 +142,7 @@ def _check_pod_fields(value: Any) -> dict[str, Any]:
         for name in map(str, container):
             if name not in _INIT_CONTAINER_FIELDS:
                 what, at = "field of an init container", ("initContainers", index, name)
-                faults.append(unknown_name(what, name, _INIT_CONTAINER_FIELDS, at=at, on_key=True))
+                faults.append(unknown_name_error(what, name, _INIT_CONTAINER_FIELDS, at=at, on_key=True))
     hint = "take it from a Secret, by valueFrom: {secretKeyRef: {name, key}}"
 
     def check_text(path: KeyPath, text: str) -> str:
@@ -236,7 +236,7 @@ class Kubernetes(Cluster):
         self._options, self._launch = options, submission.loaded.pipeline.launch
         self.name, self._node_count = submission.new_name(), submission.host_count(options.nodes)
         # As JobSet and Job call the first of their pods, in the domain of a headless Service.
-        first = f"{self.name}-{_NODE_JOB_NAME}-0-0" if options.kind == "trainjob" else f"{self.name}-0"
+        first = f"{self.name}-{_REPLICATED_JOB_NAME}-0-0" if options.kind == "trainjob" else f"{self.name}-0"
         self._command = submission.container_arguments(
             self.name, f"{_PIPELINE_FOLDER}/{_PIPELINE_FILE}", self._node_count, f"{first}.{self.name}"
         )
@@ -298,11 +298,11 @@ class Kubernetes(Cluster):
     def _train_job(self) -> list[Manifest]:
         options, launch = self._options, self._launch
         job = {
-            "spec": {"backoffLimit": 0, "template": self._pod("Never")},
+            "spec": {"backoffLimit": 0, "template": self._pod_template("Never")},
             "metadata": {"labels": {f"{_TRAINER_API_GROUP}/trainjob-ancestor-step": "trainer"}},
         }
         jobs = {
-            "replicatedJobs": [{"name": _NODE_JOB_NAME, "template": job}],
+            "replicatedJobs": [{"name": _REPLICATED_JOB_NAME, "template": job}],
             # Where a pod is lost all pods start again, and resume from the checkpoint.
             "failurePolicy": {"maxRestarts": launch.max_restarts} if launch.max_restarts else None,
         }
@@ -337,7 +337,7 @@ class Kubernetes(Cluster):
             "backoffLimit": restarts * self._node_count,
             "activeDeadlineSeconds": options.deadline_s,
             "ttlSecondsAfterFinished": options.ttl_s,
-            "template": self._pod("OnFailure" if restarts else "Never", subdomain=self.name),
+            "template": self._pod_template("OnFailure" if restarts else "Never", subdomain=self.name),
         }
         return [
             self._manifest("v1", "Service", spec=service),
@@ -353,13 +353,13 @@ class Kubernetes(Cluster):
             return None
         return {"requests": {**limited, "cpu": cpu}, "limits": limited if any(limited.values()) else None}
 
-    def _pod(self, restart: str, subdomain: str | None = None) -> Manifest:
+    def _pod_template(self, restart: str, subdomain: str | None = None) -> Manifest:
         """A pod, as every host of the job is one."""
         options = self._options
-        variables = {**options.env, **trust_variables()}
+        variables = {**options.env, **trust_environment()}
         claims = [(f"claim-{index}", *item) for index, item in enumerate(options.claims.items())]
         container = {
-            "name": _NODE_JOB_NAME,
+            "name": _REPLICATED_JOB_NAME,
             "image": options.image,
             "args": self._command,
             "securityContext": {**_RESTRICTED_CONTEXT, "readOnlyRootFilesystem": True},
@@ -411,7 +411,7 @@ class Kubernetes(Cluster):
     def send(self) -> str:
         """Create the objects, the job last, or delete those that were made. Raises ClusterError."""
         with _cluster_client() as cluster, ExitStack() as undo:
-            namespace = self._options.namespace or _namespace()
+            namespace = self._options.namespace or _current_namespace()
             for manifest in self.manifests:
                 resource = _api_resource(cluster, manifest)
                 resource.create(body=manifest, namespace=namespace)
@@ -424,8 +424,8 @@ class Kubernetes(Cluster):
         from kubernetes.client import CoreV1Api
 
         with _cluster_client() as cluster:
-            namespace = self._options.namespace or _namespace()
-            log = _Log(CoreV1Api(cluster.client), namespace, f"{JOB_LABEL}={job}", show)
+            namespace = self._options.namespace or _current_namespace()
+            log = _PodLogFollower(CoreV1Api(cluster.client), namespace, f"{JOB_LABEL}={job}", show)
             resource = _api_resource(cluster, self.manifests[-1])
             while True:
                 log.show_while_running()
@@ -445,47 +445,49 @@ def _without_none(value: Any) -> Any:
 
 
 @dataclass
-class _Log:
+class _PodLogFollower:
     """The output of a job's first pod, and of those that take its place."""
 
-    core: Any
+    core_api: Any
     namespace: str
     selector: str
     show: ShowOutput
     # When the output of a pod's n-th container was read last; infinity: it was read to its end.
-    read_s: dict[tuple[str, int], float] = field(default_factory=dict)
-    reason: str = ""
+    last_read_s: dict[tuple[str, int], float] = field(default_factory=dict)
+    waiting_reason: str = ""
 
     def show_while_running(self) -> None:
         """Show what there is to show; comes back when the pod has ended, or does not run yet."""
         from kubernetes.client.exceptions import ApiException
 
-        for pod in self.core.list_namespaced_pod(self.namespace, label_selector=self.selector).items:
+        for pod in self.core_api.list_namespaced_pod(self.namespace, label_selector=self.selector).items:
             notes, state = pod.metadata.annotations or {}, (pod.status.container_statuses or [None])[0]
             if notes.get(_INDEX_ANNOTATION, "0") != "0":
                 continue
             if state is None or state.state is None or state.state.waiting is not None:
-                if (why := _waiting_reason(pod, state)) and why != self.reason:
+                if (why := _waiting_reason(pod, state)) and why != self.waiting_reason:
                     self.show(f"ddprun: {why}\n")
-                self.reason = why
+                self.waiting_reason = why
                 continue
             container = pod.metadata.name, state.restart_count
-            if self.read_s.get(container) != math.inf:
+            if self.last_read_s.get(container) != math.inf:
                 try:
                     self._follow(*container)
                 except ApiException as error:
                     if error.status != HTTPStatus.NOT_FOUND:
                         raise
                     continue  # it was deleted after it was listed
-                self.read_s[container] = math.inf if state.state.terminated is not None else time.monotonic()
+                self.last_read_s[container] = (
+                    math.inf if state.state.terminated is not None else time.monotonic()
+                )
 
     def _follow(self, pod: str, start: int) -> None:
         from urllib3.exceptions import HTTPError
 
         options: dict[str, Any] = {"follow": True, "_preload_content": False}
-        if (pod, start) in self.read_s:
-            options["since_seconds"] = int(time.monotonic() - self.read_s[pod, start]) + 1
-        stream = self.core.read_namespaced_pod_log(pod, self.namespace, **options)
+        if (pod, start) in self.last_read_s:
+            options["since_seconds"] = int(time.monotonic() - self.last_read_s[pod, start]) + 1
+        stream = self.core_api.read_namespaced_pod_log(pod, self.namespace, **options)
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a piece may end in a character
         with suppress(HTTPError):  # cut off by something on the way: the rest is read next time
             for piece in stream.stream():
@@ -544,7 +546,7 @@ def _cluster_client() -> Iterator[Any]:
         raise ClusterError(f"the cluster at {settings.host} does not answer: {error}") from None
 
 
-def _namespace() -> str:
+def _current_namespace() -> str:
     from kubernetes import config
     from kubernetes.config.config_exception import ConfigException
 

@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from ddprun import EXIT_REQUEUE, ON_USR1_VARIABLE
-from ddprun.cluster import Cluster, ClusterError, Flag, Outcome, ShowOutput, Submission, trust_variables
+from ddprun.cluster import Cluster, ClusterError, Flag, Outcome, ShowOutput, Submission, trust_environment
 from ddprun.options import (
     CustomValidator,
     NonNegativeInt,
@@ -30,9 +30,10 @@ from ddprun.options import (
     problem,
 )
 
-_PLAIN = re.compile(r"[A-Za-z0-9_.,:/@%+=-]+")
+_UNQUOTED_VALUE = re.compile(r"[A-Za-z0-9_.,:/@%+=-]+")
 _POLL_S = 1.0
-_SILENT_S = 300.0  # without an answer: its controller restarts, or another host takes over; jobs keep running
+# Without an answer: its controller restarts, or another host takes over; jobs keep running.
+_MAX_UNREACHABLE_S = 300.0
 _NO_SUCH_JOB = "Invalid job id"
 _UNFINISHED_STATES = {
     *("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING"),
@@ -40,7 +41,7 @@ _UNFINISHED_STATES = {
 }  # of a job that is not over; https://slurm.schedmd.com/job_state_codes.html
 _TIME_PATTERN = r"^([0-9]+-)?[0-9]{1,9}(:[0-9]{1,2}){0,2}$"
 _OPTION_PATTERN = r"^[a-z][a-z0-9]*(-[a-z0-9]+)*$"  # a long option of sbatch's, without its dashes
-_PRINTABLE = r"[^\x00-\x1f\x7f\"\\]*"
+_PRINTABLE_PATTERN = r"[^\x00-\x1f\x7f\"\\]*"
 
 _RESERVED_OPTIONS = {
     "array": "submit each run by itself",
@@ -79,7 +80,7 @@ def _check_options(value: Any) -> dict[str, str | int | float | bool]:
         elif not isinstance(item, (str, int, float)):
             text = "expected a string, a number, or true for a flag without a value"
             faults.append(problem(text, at=name))
-        elif isinstance(item, str) and not re.fullmatch(_PRINTABLE, item):
+        elif isinstance(item, str) and not re.fullmatch(_PRINTABLE_PATTERN, item):
             text = "a line of a script cannot hold quotes, backslashes or line ends"
             faults.append(problem(text, at=name))
     if faults:
@@ -178,11 +179,11 @@ class Slurm(Cluster):
         srun = "srun --export=ALL --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=60"
         if options.image is not None:
             srun += f" --container-image={shlex.quote(options.image)}"
-            if trust_variables():  # before what the image sets
-                srun += f" --container-env={','.join(trust_variables())}"
+            if trust_environment():  # before what the image sets
+                srun += f" --container-env={','.join(trust_environment())}"
         body = [
             "set -u",
-            *(f"export {name}={shlex.quote(value)}" for name, value in trust_variables().items()),
+            *(f"export {name}={shlex.quote(value)}" for name, value in trust_environment().items()),
             "# The same folder each time that the job is queued, so that its run is resumed.",
             f'run={shlex.quote(str(self._runs))}/slurm-"$SLURM_JOB_ID"',
             'if [ -e "$run/pipeline.yaml" ]; then',
@@ -216,7 +217,7 @@ class Slurm(Cluster):
             self._output.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ClusterError(f"cannot make {self._output.parent}: {error.strerror}") from None
-        return _call(["sbatch", "--parsable"], self.text).partition(";")[0]
+        return _run_slurm_command(["sbatch", "--parsable"], self.text).partition(";")[0]
 
     def follow(self, job: str, show: ShowOutput) -> Outcome:
         """Show the job's output until it is over. Raises ClusterError if Slurm is silent, or knows no job."""
@@ -227,9 +228,9 @@ class Slurm(Cluster):
         while True:
             state = "PENDING"
             try:
-                found = _call(["scontrol", "show", "job", "--oneliner", job])
+                found = _run_slurm_command(["scontrol", "show", "job", "--oneliner", job])
             except ClusterError as error:
-                if _NO_SUCH_JOB in str(error) or time.monotonic() - last_answer_s > _SILENT_S:
+                if _NO_SUCH_JOB in str(error) or time.monotonic() - last_answer_s > _MAX_UNREACHABLE_S:
                     raise
             else:
                 state, last_answer_s = found.partition("JobState=")[2].partition(" ")[0], time.monotonic()
@@ -256,10 +257,10 @@ def _ddprun_executable(options: Slurm.Options, submission: Submission) -> str:
 
 def _quote_directive_value(value: str) -> str:
     """A value in a line of options, which sbatch reads nearly as a shell does."""
-    return value if _PLAIN.fullmatch(value) else f'"{value}"'
+    return value if _UNQUOTED_VALUE.fullmatch(value) else f'"{value}"'
 
 
-def _call(command: Sequence[str], text: str = "") -> str:
+def _run_slurm_command(command: Sequence[str], text: str = "") -> str:
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     if done.returncode:
         reason = " ".join((done.stderr or done.stdout).split())

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from ddprun.config.built_ins import Cnn, Mlp, Transformer
+from ddprun.config.built_in_options import CnnOptions, MlpOptions, TransformerOptions
 from ddprun.config.checks.registry import (
     KeyConflict,
     accumulation_text,
@@ -29,14 +29,14 @@ def _accumulate_with_static_graph(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 
 @register_check("ddp")
-def _static_with_unused(pipeline: Pipeline) -> Iterator[KeyConflict]:
+def _static_graph_with_find_unused(pipeline: Pipeline) -> Iterator[KeyConflict]:
     if pipeline.ddp.static_graph and pipeline.ddp.find_unused_parameters:
         text = '"find_unused_parameters: true" has no effect with "static_graph: true", which finds them once'
         yield KeyConflict("ddp.find_unused_parameters", text, "remove one of the two")
 
 
 @register_check("ddp", "sync", "stages")
-def _ddp_without_gradients(pipeline: Pipeline) -> Iterator[KeyConflict]:
+def _ddp_options_without_averaging(pipeline: Pipeline) -> Iterator[KeyConflict]:
     averaged = any(settings.plan.gradients for _, settings in pipeline.stages_and_settings())
     for key in ("gradient_as_bucket_view", "static_graph", "find_unused_parameters"):
         value = getattr(pipeline.ddp, key)
@@ -46,7 +46,7 @@ def _ddp_without_gradients(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 
 @register_check("ddp", "sync", "stages")
-def _unused_inside_hosts(pipeline: Pipeline) -> Iterator[KeyConflict]:
+def _find_unused_with_host_averages(pipeline: Pipeline) -> Iterator[KeyConflict]:
     inside = any(settings.plan.gradients == "host" for _, settings in pipeline.stages_and_settings())
     if inside and pipeline.ddp.find_unused_parameters:
         text = '"find_unused_parameters: true" has hosts wait for each other in each step: DDP asks all ranks'
@@ -90,7 +90,7 @@ def _nccl_on_cpu(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 
 @register_check("launch", "checkpoint")
-def _nothing_kept(pipeline: Pipeline) -> Iterator[KeyConflict]:
+def _restarts_without_checkpoints(pipeline: Pipeline) -> Iterator[KeyConflict]:
     restarts = pipeline.launch.max_restarts
     if restarts and not pipeline.checkpoint.keep:
         text = f'"max_restarts: {restarts}" needs checkpoints, and "keep" is 0: the run would start over'
@@ -101,7 +101,7 @@ def _nothing_kept(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 
 @register_check()
-def _hook_stack_grammar(pipeline: Pipeline) -> Iterator[KeyConflict]:
+def _invalid_hook_stacks(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for path, hooks in values_of_key(pipeline, "hooks"):
         entries = [grammar.make_stack_entry(hook.name, hook.options) for hook in hooks]
         for wrong in grammar.stack_problems(entries):
@@ -159,7 +159,7 @@ def _why_hooks_unused(plan: SyncPlan) -> str:
 
 
 @register_check("sync", "stages")
-def _equal_periods_of_two_levels(pipeline: Pipeline) -> Iterator[KeyConflict]:
+def _equal_within_and_across_periods(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for path, sync in values_of_key(pipeline, "sync"):
         within, across = (sync.options.get(key) for key in ("within", "across"))
         if within is not None and within == across:
@@ -181,7 +181,7 @@ def _period_longer_than_stage(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 
 @register_check("sync", "hooks", "stages")
-def _parameters_are_equal_already(pipeline: Pipeline) -> Iterator[KeyConflict]:
+def _redundant_average_or_broadcast(pipeline: Pipeline) -> Iterator[KeyConflict]:
     equal, why = True, "all ranks start with the same parameters"
     for stage in pipeline.stages:
         if isinstance(stage, (AverageStage, BroadcastStage)):
@@ -212,7 +212,7 @@ def _parameters_equal_after(pipeline: Pipeline, stage: StepStage, *, before: boo
 @register_check("buffers", "model", "stages")
 def _buffers_without_effect(pipeline: Pipeline) -> Iterator[KeyConflict]:
     own_loss = pipeline.loss.source not in ("built-in", "torch")  # which may have buffers
-    if not isinstance(pipeline.model.settings, (Mlp, Transformer)) or own_loss:
+    if not isinstance(pipeline.model.settings, (MlpOptions, TransformerOptions)) or own_loss:
         return
     for path, buffers in values_of_key(pipeline, "buffers"):
         if buffers.when not in ("auto", "never"):
@@ -223,7 +223,7 @@ def _buffers_without_effect(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 @register_check("buffers", "model", "stages")
 def _evaluates_with_own_buffers(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    if not isinstance(pipeline.model.settings, Cnn):
+    if not isinstance(pipeline.model.settings, CnnOptions):
         return
     last: StepStage | None = None
     for stage in pipeline.stages:

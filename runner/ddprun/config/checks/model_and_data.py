@@ -7,8 +7,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ddprun.config import signatures
-from ddprun.config.built_ins import Cnn, Digits, Mlp, Synthetic, TextData, Transformer, WeightByTargets
+from ddprun.config import torch_signatures
+from ddprun.config.built_in_options import (
+    CnnOptions,
+    DigitsOptions,
+    MlpOptions,
+    SyntheticDataOptions,
+    TextDataOptions,
+    TransformerOptions,
+    WeightByTargetsOptions,
+)
 from ddprun.config.checks.registry import (
     KeyConflict,
     accumulation_text,
@@ -21,87 +29,87 @@ from ddprun.config.schema import Pipeline
 from ddprun.config.sections import DataPair, Loader
 from ddprun.config.stages import BEST_FILE, EvaluateStage, SaveStage, StageEvaluation, StepStage
 from ddprun.config.tree import format_path
-from ddprun_hooks.config.messages import describe_value, error_message_parts, unknown_option
+from ddprun_hooks.config.messages import describe_value, error_message_parts, unknown_option_parts
 
 _LINEAR_LOSS = "LinearCrossEntropyLoss"
 
 
 @register_check("model", "data", "loader", "batch", "precision", "stages")
-def _model_fits_data(pipeline: Pipeline) -> Iterator[KeyConflict]:
+def _model_unfit_for_data(pipeline: Pipeline) -> Iterator[KeyConflict]:
     if pipeline.loader.collate or pipeline.batch.transform:
         return  # either may change what the model gets
     for data in _train_data_of_all_stages(pipeline):
-        yield from _check_model_fits(pipeline, data)
+        yield from _model_unfit_for_samples(pipeline, data)
 
 
 def _train_data_of_all_stages(pipeline: Pipeline) -> list[Choice]:
     return [pipeline.train_data(), *(stage.data for stage in pipeline.stages_with_steps() if stage.data)]
 
 
-def _check_model_fits(pipeline: Pipeline, data: Choice) -> Iterator[KeyConflict]:
+def _model_unfit_for_samples(pipeline: Pipeline, data: Choice) -> Iterator[KeyConflict]:
     shape, tokens = _sample_shape_and_is_tokens(data)
     model = pipeline.model.settings
     if shape is None or model is None:
         return
     at = f"model.{pipeline.model.name}"
     what = f'"data: {data.name}"'
-    if isinstance(model, Transformer) != tokens:
+    if isinstance(model, TransformerOptions) != tokens:
         text = f'"{pipeline.model.name}" clashes with {what}: it takes '
         text += "tokens, and these are numbers" if not tokens else "numbers, and these are tokens"
         yield KeyConflict(at, text, "allowed: " + ("mlp, cnn" if not tokens else "transformer"))
     elif data.options.get("dtype") == "float64" and not pipeline.precision.startswith("pure_"):
         text = f'"{pipeline.model.name}" clashes with "dtype: float64" of {what}: its weights are float32'
         yield KeyConflict(at, text, "write dtype: float32")
-    elif isinstance(model, Mlp) and model.inputs != math.prod(shape):
+    elif isinstance(model, MlpOptions) and model.inputs != math.prod(shape):
         text = f'"inputs: {model.inputs}" clashes with {what}, whose samples hold {math.prod(shape)} values'
         yield KeyConflict(f"{at}.inputs", text, f"write inputs: {math.prod(shape)}")
-    elif isinstance(model, Cnn) and model.inputs != shape:
+    elif isinstance(model, CnnOptions) and model.inputs != shape:
         text = f'"inputs: {list(model.inputs)}" clashes with {what}, whose samples have the shape '
         hint = f"write inputs: {list(shape)}" if len(shape) == 3 else "a cnn takes [C, H, W]"
         yield KeyConflict(f"{at}.inputs", f"{text}{list(shape)}", hint)
-    elif isinstance(model, Transformer) and shape[-1] > model.context:
+    elif isinstance(model, TransformerOptions) and shape[-1] > model.context:
         text = f'"context: {model.context}" clashes with {what}, whose samples hold {shape[-1]} tokens'
         yield KeyConflict(f"{at}.context", text, f"write context: {shape[-1]}, or shorten the samples")
-    elif isinstance(model, Transformer) and shape[-1] < model.context:
+    elif isinstance(model, TransformerOptions) and shape[-1] < model.context:
         text = f'of "context: {model.context}" only {shape[-1]} are ever used: samples of {what} are shorter'
         yield warning(f"{at}.context", text, f"write context: {shape[-1]}")
 
 
 def _sample_shape_and_is_tokens(data: Choice) -> tuple[tuple[int, ...] | None, bool]:
     """Shape of a built-in's samples and whether they are tokens; no shape for what is not built in."""
-    if isinstance(data.settings, Digits):
+    if isinstance(data.settings, DigitsOptions):
         return (1, 8, 8), False
-    if isinstance(data.settings, TextData):
+    if isinstance(data.settings, TextDataOptions):
         return (data.settings.context,), True
-    if isinstance(data.settings, Synthetic):
+    if isinstance(data.settings, SyntheticDataOptions):
         return data.settings.shape, data.settings.dtype == "int64"
     return None, False
 
 
 @register_check("model", "data", "loss")
-def _outputs_for_every_class(pipeline: Pipeline) -> Iterator[KeyConflict]:
+def _fewer_outputs_than_classes(pipeline: Pipeline) -> Iterator[KeyConflict]:
     model, data = pipeline.model.settings, pipeline.train_data()
-    classes = 10 if isinstance(data.settings, Digits) else None
-    if isinstance(data.settings, Synthetic) and data.settings.dtype != "int64":
+    classes = 10 if isinstance(data.settings, DigitsOptions) else None
+    if isinstance(data.settings, SyntheticDataOptions) and data.settings.dtype != "int64":
         classes = data.settings.classes
     by_class = pipeline.loss.name in ("CrossEntropyLoss", "NLLLoss", "MultiMarginLoss")
-    if isinstance(model, (Mlp, Cnn)) and classes and model.outputs < classes and by_class:
+    if isinstance(model, (MlpOptions, CnnOptions)) and classes and model.outputs < classes and by_class:
         text = f'"outputs: {model.outputs}" clashes with "data: {data.name}", which has {classes} classes'
         yield KeyConflict(f"model.{pipeline.model.name}.outputs", text, f"at least {classes}")
-    tokens = 256 if isinstance(data.settings, TextData) else 0
-    if isinstance(data.settings, Synthetic) and data.settings.dtype == "int64":
+    tokens = 256 if isinstance(data.settings, TextDataOptions) else 0
+    if isinstance(data.settings, SyntheticDataOptions) and data.settings.dtype == "int64":
         tokens = data.settings.classes
-    if isinstance(model, Transformer) and model.vocabulary < tokens:
+    if isinstance(model, TransformerOptions) and model.vocabulary < tokens:
         text = f'"vocabulary: {model.vocabulary}" clashes with "data: {data.name}", '
         text += f"which has {tokens} different tokens"
         yield KeyConflict("model.transformer.vocabulary", text, f"at least {tokens}")
 
 
 @register_check("optimizer", "groups")
-def _options_of_groups(pipeline: Pipeline) -> Iterator[KeyConflict]:
+def _invalid_group_options(pipeline: Pipeline) -> Iterator[KeyConflict]:
     """Each option of a group is one of the optimizer, and of its type."""
     for index, group in enumerate(pipeline.groups):
-        second = pipeline.optimizer.beside.get("others")
+        second = pipeline.optimizer.sibling_keys.get("others")
         optimizer = second if group.optimizer == "others" else pipeline.optimizer
         if group.optimizer and second is None:
             text = f'"optimizer: {group.optimizer}" needs a second optimizer'
@@ -109,7 +117,7 @@ def _options_of_groups(pipeline: Pipeline) -> Iterator[KeyConflict]:
             yield KeyConflict(f"groups[{index}].optimizer", text, hint)
         if optimizer is None or optimizer.source != "torch":
             continue
-        model = signatures.torch_options_model("optimizer", optimizer.name)
+        model = torch_signatures.torch_options_model("optimizer", optimizer.name)
         try:
             model.model_validate({**optimizer.options, **group.options})
         except ValidationError as error:
@@ -117,15 +125,15 @@ def _options_of_groups(pipeline: Pipeline) -> Iterator[KeyConflict]:
                 key = str(item["loc"][0])
                 text, allowed, near = error_message_parts(item, describe_value(group.options.get(key)))
                 if item["type"] == "extra_forbidden":
-                    text, allowed, near = unknown_option(optimizer.name, key, list(model.model_fields))
-                    if "others" in optimizer.beside:
+                    text, allowed, near = unknown_option_parts(optimizer.name, key, list(model.model_fields))
+                    if "others" in optimizer.sibling_keys:
                         allowed = f"{allowed}; a group with optimizer: others takes those of the other one"
                 path = format_path(("groups", index, *item["loc"]))
                 yield KeyConflict(path, text, allowed, suggestion=near)
 
 
 @register_check("optimizer")
-def _others_with_closure(pipeline: Pipeline) -> Iterator[KeyConflict]:
+def _lbfgs_with_second_optimizer(pipeline: Pipeline) -> Iterator[KeyConflict]:
     if "LBFGS" in (names := pipeline.optimizer.optimizers()) and len(names) > 1:
         text = '"LBFGS", which takes a closure, clashes with a second optimizer'
         yield KeyConflict("optimizer.others", text, "choose another, or remove others")
@@ -155,7 +163,7 @@ def _loss_that_is_a_sum(pipeline: Pipeline) -> Iterator[KeyConflict]:
 @register_check("loss", "weight_by")
 def _weight_by_with_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
     settings = pipeline.weight_by.settings if pipeline.weight_by else None
-    own = settings.ignore_index if isinstance(settings, WeightByTargets) else None
+    own = settings.ignore_index if isinstance(settings, WeightByTargetsOptions) else None
     ignored = pipeline.loss.options.get("ignore_index")
     if None not in (own, ignored) and own != ignored:
         text = f'"ignore_index: {own}" clashes with "ignore_index: {ignored}" of "loss"'
@@ -163,14 +171,14 @@ def _weight_by_with_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 
 @register_check("loader")
-def _sampler_and_shuffle(pipeline: Pipeline) -> Iterator[KeyConflict]:
+def _sampler_with_shuffle(pipeline: Pipeline) -> Iterator[KeyConflict]:
     if pipeline.loader.sampler is not None and pipeline.loader.shuffle:
         text = '"shuffle: true" clashes with "sampler", which decides the order'
         yield KeyConflict("loader.shuffle", text, "remove one of the two")
 
 
 @register_check("batch", "loss", "stages", "weight_by")
-def _metrics_with_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
+def _metrics_unfit_for_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
     loss = pipeline.loss
     metrics = (
         (f"{path}.metrics[{number}]", metric)
@@ -182,7 +190,7 @@ def _metrics_with_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
             continue
         clash = f'"{metric.name}" clashes with "loss: {loss.name}"'
         own = loss.name == "model"
-        if own and metric.name == "accuracy" and "output" not in metric.beside:
+        if own and metric.name == "accuracy" and "output" not in metric.sibling_keys:
             text = f"{clash}: what the model returns besides its loss is not known"
             hint = "write the keys of its class scores and of the labels, as output: logits, target: labels"
             yield KeyConflict(path, text, hint)
@@ -254,7 +262,7 @@ def _evaluate_without_data(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 
 @register_check("sync", "schedule", "stages")
-def _evaluate_keep_best_and_stop(pipeline: Pipeline) -> Iterator[KeyConflict]:
+def _invalid_keep_best_or_stop(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for stage, settings in pipeline.stages_and_settings():
         evaluation = stage.evaluate
         monitors = {"keep_best": stage.keep_best, "stop": stage.stop}
@@ -289,7 +297,7 @@ def _evaluate_keep_best_and_stop(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 
 @register_check("stages")
-def _one_best_file(pipeline: Pipeline) -> Iterator[KeyConflict]:
+def _conflicting_keep_best_files(pipeline: Pipeline) -> Iterator[KeyConflict]:
     keeping = [stage for stage in pipeline.stages_with_steps() if stage.keep_best is not None]
     for stage in keeping[1:]:
         if stage.keep_best != keeping[0].keep_best:
@@ -311,7 +319,7 @@ def _sharded_built_in_data(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 
 @register_check("loader", "weight_by", "sync_batchnorm")
-def _speed_that_cannot_be_measured(pipeline: Pipeline) -> Iterator[KeyConflict]:
+def _balance_with_unmeasurable_speed(pipeline: Pipeline) -> Iterator[KeyConflict]:
     loader = pipeline.loader
     reasons = {
         f"workers: {loader.workers}": loader.workers
@@ -327,7 +335,7 @@ def _speed_that_cannot_be_measured(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 
 @register_check("loader", "sync", "accumulate", "stages")
-def _shares_of_a_batch(pipeline: Pipeline) -> Iterator[KeyConflict]:
+def _misused_balance_or_global_batch(pipeline: Pipeline) -> Iterator[KeyConflict]:
     loader, size = pipeline.loader, f'"global_batch: {pipeline.loader.global_batch}"'
     named = {"balance": '"balance"', "global_batch": size}
     named = {key: text for key, text in named.items() if getattr(loader, key) is not None}
@@ -354,7 +362,7 @@ def _shares_of_a_batch(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 
 @register_check("loader", "sync", "accumulate", "buffers", "sync_batchnorm", "weight_by", "stages")
-def _rounds(pipeline: Pipeline) -> Iterator[KeyConflict]:
+def _keys_incompatible_with_rounds(pipeline: Pipeline) -> Iterator[KeyConflict]:
     loader = pipeline.loader
     for stage, settings in pipeline.stages_and_settings():
         if (one_round := settings.plan.round) is None:
@@ -434,7 +442,7 @@ def _cuda_graphs_with_accumulate(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 
 @register_check("compile", "launch", "deterministic")
-def _mode_of_compiling(pipeline: Pipeline) -> Iterator[KeyConflict]:
+def _unfit_compile_mode(pipeline: Pipeline) -> Iterator[KeyConflict]:
     if pipeline.compile is None:
         return
     mode = pipeline.compile.mode

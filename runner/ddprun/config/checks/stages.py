@@ -5,16 +5,16 @@ from posixpath import normpath
 
 from ddprun.config.checks.model_and_data import find_evaluations
 from ddprun.config.checks.registry import KeyConflict, register_check, warning
-from ddprun.config.resolved import to_plain_data
 from ddprun.config.schema import Pipeline
 from ddprun.config.stages import OVERRIDABLE_KEYS, SaveStage, StepStage, StepStageSettings
+from ddprun.config.yaml_writer import to_plain_data
 
 _UPDATE_KEYS = ("optimizer", "schedule", "warmup_steps", "clip_norm", "clip_value", "freeze")  # for updates
 
 
 @register_check("schedule", "warmup_steps", "stages")
-def _schedule_over_the_run(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    if pipeline.schedule is None or "over" not in pipeline.schedule.beside:
+def _stage_keys_with_run_schedule(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    if pipeline.schedule is None or "over" not in pipeline.schedule.sibling_keys:
         return
     stages = [stage for stage, settings in pipeline.stages_and_settings() if settings.updates_weights]
     for stage in stages:
@@ -42,13 +42,13 @@ def find_long_warmups(
         if not settings.updates_weights:
             continue
         lengths.append(steps := steps_of(stage.index, settings))
-        if steps is not None and not settings.has_schedule_of_run and settings.warmup_steps >= max(1, steps):
+        if steps is not None and not settings.has_run_schedule and settings.warmup_steps >= max(1, steps):
             text = f'"warmup_steps: {settings.warmup_steps}" is not less than the {steps} steps of '
             key = "steps" if settings.epochs is None else "epochs"
             key = "warmup_steps" if "warmup_steps" in stage.model_fields_set else key
             hint = "shorten the warm-up or lengthen the stage"
             yield KeyConflict(f"{stage.path}.{key}", f"{text}{stage.path}: {never}", hint)
-    if pipeline.schedule is None or "over" not in pipeline.schedule.beside or None in lengths:
+    if pipeline.schedule is None or "over" not in pipeline.schedule.sibling_keys or None in lengths:
         return
     total = sum(length or 0 for length in lengths)
     if pipeline.warmup_steps >= max(1, total):
@@ -57,7 +57,7 @@ def find_long_warmups(
 
 
 @register_check("optimizer", "stages")
-def _another_optimizer(pipeline: Pipeline) -> Iterator[KeyConflict]:
+def _stage_with_another_optimizer_class(pipeline: Pipeline) -> Iterator[KeyConflict]:
     above = pipeline.optimizer
     for stage in pipeline.stages_with_steps():
         own = stage.optimizer
@@ -91,7 +91,7 @@ def _turns_without_own_losses(pipeline: Pipeline) -> Iterator[KeyConflict]:
     optimizer, loss = pipeline.optimizer, pipeline.loss
     for stage in pipeline.train_stages():
         clash = f'"turns" of {stage.path} clashes with'
-        if stage.turns and ("closure" in optimizer.beside or optimizer.name == "LBFGS"):
+        if stage.turns and ("closure" in optimizer.sibling_keys or optimizer.name == "LBFGS"):
             text = f'{clash} "optimizer: {optimizer.name}", which takes a closure: that is of one loss'
             yield KeyConflict(f"{stage.path}.turns", text, "choose another optimizer")
         if stage.turns and loss.name != "model":
@@ -152,7 +152,7 @@ def _overridden_everywhere(pipeline: Pipeline) -> Iterator[KeyConflict]:
 def _differs_from_default(pipeline: Pipeline, key: str) -> bool:
     """Whether the file gives a key another value than its default; for the optimizer, any option."""
     if key == "optimizer":
-        others = pipeline.optimizer.beside.get("others")
+        others = pipeline.optimizer.sibling_keys.get("others")
         return bool(pipeline.optimizer.options or (others and others.options))
     said, default = to_plain_data(getattr(pipeline, key)), to_plain_data(Pipeline.model_fields[key].default)
     return bool(said != default)

@@ -14,7 +14,7 @@ from ddprun.sync.plan import (
     SyncPlan,
     SyncPolicy,
     Transfer,
-    split_period,
+    period_steps_and_round,
 )
 
 
@@ -54,8 +54,8 @@ class Diloco(SyncPolicy):
     what it has learned while the exchange ran."""
 
     @model_validator(mode="after")
-    def _fits_the_period(self) -> Self:
-        every, (steps, _) = f"every {self.every}", split_period(self.every)
+    def _check_fits_period(self) -> Self:
+        every, (steps, _) = f"every {self.every}", period_steps_and_round(self.every)
         faults = []
         if self.fragments > steps:
             text = f"fragments {self.fragments} is more than {every}: each needs a step of its own"
@@ -77,7 +77,7 @@ class Diloco(SyncPolicy):
     def plan(self, stage: StageFacts) -> SyncPlan:
         """Each fragment's change at a phase of its own; overlap applies it exactly so many steps later."""
         outer = OuterOptimizer(self.outer_lr, self.outer_momentum, self.outer, self.outer_eps or 1e-3)
-        every, one_round = split_period(self.every)
+        every, one_round = period_steps_and_round(self.every)
         one = Transfer("change", every, delay=self.overlap_steps, outer=outer, own_part=self.alpha)
         parts = self.fragments
         phases = enumerate(index * every // parts for index in range(parts))

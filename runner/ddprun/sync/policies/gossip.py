@@ -5,7 +5,7 @@ import random
 from ddprun.options import NonNegativeInt, PositiveInt
 from ddprun.sync.plan import Partition, StageFacts, SyncPlan, SyncPolicy, Transfer
 
-_ROUNDS = 8  # drawn pairings, one after the other; then they begin again
+_PAIRING_COUNT = 8  # drawn pairings, one after the other; then they begin again
 
 
 class Gossip(SyncPolicy):
@@ -20,15 +20,15 @@ class Gossip(SyncPolicy):
     """Draws the pairs."""
 
     def plan(self, stage: StageFacts) -> SyncPlan:
-        cycle = _ROUNDS * self.every
+        cycle = _PAIRING_COUNT * self.every
         rounds = []
-        for number in range(1, _ROUNDS + 1):
-            phase, pairs = number * self.every % cycle, _pairing(number, self.seed)
+        for number in range(1, _PAIRING_COUNT + 1):
+            phase, pairs = number * self.every % cycle, _draw_pairing(number, self.seed)
             rounds.append(Transfer("parameters", cycle, phase=phase, among=pairs))
         return SyncPlan(transfers=(*rounds, Transfer("parameters", every=0)))
 
 
-def _pairing(number: int, seed: int) -> Partition:
+def _draw_pairing(number: int, seed: int) -> Partition:
     def groups(ranks: int) -> list[list[int]]:
         drawn = list(range(ranks))
         random.Random(f"{seed} {number}").shuffle(drawn)

@@ -7,7 +7,7 @@ from ddprun.sync.plan import (
     SyncPlan,
     SyncPolicy,
     Transfer,
-    split_period,
+    period_steps_and_round,
 )
 
 
@@ -25,7 +25,7 @@ class LocalSgd(SyncPolicy):
     """`average`: the optimizer's state is averaged too, which doubles or triples the bytes."""
 
     def plan(self, stage: StageFacts) -> SyncPlan:
-        every, one_round = split_period(self.every)
+        every, one_round = period_steps_and_round(self.every)
         change, state = Transfer("change", every), Transfer("optimizer", every)
         averages_state = self.optimizer_state == "average"
         return SyncPlan(transfers=(change, state) if averages_state else (change,), round=one_round)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from ddprun.track import CurveTracker, RunInfo
 
-_BEGINNING = threading.Lock()  # trackers begin each on a thread of its own
+_INIT_LOCK = threading.Lock()  # trackers begin each on a thread of its own
 
 
 class Wandb(CurveTracker):
@@ -28,7 +28,7 @@ class Wandb(CurveTracker):
         import wandb
 
         super().__init__(options, run)
-        with _BEGINNING:
+        with _INIT_LOCK:
             self._run = wandb.init(
                 project=options.project,
                 entity=options.entity,

@@ -48,17 +48,19 @@ def resolved_yaml(data: dict[str, Any], root: Node) -> str:
     """A whole pipeline as YAML, each value's origin, from `root`, in a comment; it loads to the same, unless
     it holds a secret.
     """
-    return "\n".join(_lines(data, (), partial(_origin, root))) + "\n"
+    return "\n".join(_block_yaml_lines(data, (), partial(_origin_comment, root))) + "\n"
 
 
 def written_yaml(root: Node) -> str:
     """The keys of a file and its overrides, without defaults; it loads to the same, so a password in a URL
     stays as it is written.
     """
-    return "\n".join(_lines(root.data(), (), lambda _: "")) + "\n"
+    return "\n".join(_block_yaml_lines(root.data(), (), lambda _: "")) + "\n"
 
 
-def _lines(value: dict[str, Any] | list[Any], path: KeyPath, comment: Callable[[KeyPath], str]) -> list[str]:
+def _block_yaml_lines(
+    value: dict[str, Any] | list[Any], path: KeyPath, comment: Callable[[KeyPath], str]
+) -> list[str]:
     """A mapping or a list in lines. What holds nothing nested is on one line with its key or dash."""
     in_list = isinstance(value, list)
     lines: list[str] = []
@@ -68,7 +70,7 @@ def _lines(value: dict[str, Any] | list[Any], path: KeyPath, comment: Callable[[
         if not item or not (isinstance(item, dict) or holds_nested or (in_list and isinstance(item, list))):
             lines.append(f"{head} {flow_yaml(item)}{comment(at)}")
             continue
-        nested = [f"  {line}" for line in _lines(item, at, comment)]
+        nested = [f"  {line}" for line in _block_yaml_lines(item, at, comment)]
         if in_list and isinstance(item, dict):
             nested[0] = f"- {nested[0].lstrip()}"
         else:
@@ -88,11 +90,11 @@ def flow_yaml(value: Any) -> str:
     return format_scalar(value)
 
 
-def _origin(root: Node, path: KeyPath) -> str:
+def _origin_comment(root: Node, path: KeyPath) -> str:
     found = find_nearest(root, path)
     missing = found.missing_path
     bare_name = len(missing) == 1 and is_choice_path(path[:-1]) and isinstance(found.node.value, str)
     if missing and not bare_name:
         return "  # default"
     place = found.key_place if isinstance(found.node.value, dict) else found.node.place
-    return f"  # line {place.line}" if place.source.order == 0 else f"  # {place.source.name}"
+    return f"  # line {place.line}" if place.source.override_number == 0 else f"  # {place.source.name}"

@@ -44,16 +44,16 @@ class ProgressThread:
         phase, until = -1, 0.0
         while True:
             began = time.perf_counter()
-            if self._advance(group) is None:
+            if self._run_until_blocked(group) is None:
                 return future
             now = time.perf_counter()
             if group.phase != phase:
                 phase, until = group.phase, now + SPIN_S + (now - began)  # peers had as much to do
             elif now > until:
-                self._hand_over(group)
+                self._hand_over_to_thread(group)
                 return future
 
-    def _advance(self, group: ShmGroup) -> Sequence[PeerSocket] | None:
+    def _run_until_blocked(self, group: ShmGroup) -> Sequence[PeerSocket] | None:
         """Run a group's operations, on the one thread that does, until one has to wait. Gives the peers it
         waits for, or None when there are no more operations, and the group is free.
         """
@@ -80,7 +80,7 @@ class ProgressThread:
                 if not group.pending:
                     return None
 
-    def _hand_over(self, group: ShmGroup) -> None:
+    def _hand_over_to_thread(self, group: ShmGroup) -> None:
         with self._lock:
             self._handed_over.append(group)
             if self._thread is None or not self._thread.is_alive():  # a forked child has none
@@ -97,7 +97,7 @@ class ProgressThread:
             if self._advance_all(waiting):
                 since = now
             elif not waiting or now - since > SPIN_S:
-                self._sleep(waiting)
+                self._sleep_until_event(waiting)
                 since = time.perf_counter()
 
     def _advance_all(self, waiting: dict[ShmGroup, Sequence[PeerSocket]]) -> bool:
@@ -107,7 +107,7 @@ class ProgressThread:
         waiting.update((group, ()) for group in handed_over)
         any_advanced = False
         for group in list(waiting):
-            phase, peers = group.phase, self._advance(group)
+            phase, peers = group.phase, self._run_until_blocked(group)
             if peers is None:
                 del waiting[group]
             else:
@@ -115,7 +115,7 @@ class ProgressThread:
             any_advanced |= peers is None or group.phase != phase
         return any_advanced
 
-    def _sleep(self, waiting: dict[ShmGroup, Sequence[PeerSocket]]) -> None:
+    def _sleep_until_event(self, waiting: dict[ShmGroup, Sequence[PeerSocket]]) -> None:
         """Sleep until a peer is heard or gone, a deadline has passed, or there is something new."""
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)

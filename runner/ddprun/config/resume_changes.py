@@ -7,11 +7,11 @@ from pydantic import ValidationError
 
 from ddprun.config.faults import PipelineError, PipelineFault
 from ddprun.config.load import LoadedPipeline
-from ddprun.config.resolved import flow_yaml, to_plain_data
 from ddprun.config.schema import Pipeline, pipeline_with_cluster_keys
 from ddprun.config.stages import OVERRIDABLE_KEYS, StepStage
 from ddprun.config.tree import format_path
-from ddprun.run_files import describe_invalid
+from ddprun.config.yaml_writer import flow_yaml, to_plain_data
+from ddprun.run_files import describe_read_error
 
 _UNCHANGEABLE_KEYS = (
     *("seed", "model", "data", "loss", "precision", "freeze", "groups", "stages", "optimizer"),
@@ -33,9 +33,12 @@ def check_and_list_changes(
         old = pipeline_with_cluster_keys(checkpoint_pipeline).model_validate(checkpoint_pipeline)
     except ValidationError as error:
         problem = "this version of ddprun cannot read the checkpoint's pipeline, for one its "
-        problem += describe_invalid(error)
+        problem += describe_read_error(error)
         raise loaded.error("", problem, "resume with the version that took the checkpoint") from None
-    faults = [*_unchangeable_key_faults(loaded, old), *_stage_faults(loaded, old, next_stage, begun_stage)]
+    faults = [
+        *_unchangeable_key_faults(loaded, old),
+        *_changed_stage_faults(loaded, old, next_stage, begun_stage),
+    ]
     if faults:
         raise PipelineError(faults)
     return old, [
@@ -77,7 +80,7 @@ def _fixed_optimizer_parts(pipeline: Pipeline) -> dict[str, Any]:
     }
 
 
-def _stage_faults(
+def _changed_stage_faults(
     loaded: LoadedPipeline, old: Pipeline, next_stage: int, begun_stage: int | None
 ) -> Iterator[PipelineFault]:
     """Faults of changed stages that are done or have begun; only the length of one that runs may change."""

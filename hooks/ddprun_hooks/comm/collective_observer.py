@@ -28,7 +28,7 @@ class CollectiveHandle:
     def mark_failed(self) -> None:
         """It has failed: it still counts as what this rank waits for, but its age no longer grows."""
 
-    def done_when(self, has_ended: Callable[[], bool]) -> None:
+    def set_completion_check(self, has_ended: Callable[[], bool]) -> None:
         """`has_ended` says whether it is over; it is called on any thread, and no more once it was true."""
 
 

@@ -21,8 +21,8 @@ from ddprun import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_REQUEUE,
 from ddprun.checkpoint.folder import steps_in
 from ddprun.config import LoadedPipeline
 from ddprun.host import network, processes, rank_files
-from ddprun.launch.agent import Agent, make_agent, unexplained_exits
-from ddprun.launch.flags import flags_from_file, may_restart, silence_torchelastic, torchrun_args
+from ddprun.launch.agent import Agent, describe_unexplained_exits, make_agent
+from ddprun.launch.flags import flags_from_file, may_restart, parse_torchrun_flags, silence_torchelastic
 from ddprun.launch.fork_server import ForkServer
 from ddprun.launch.launcher import Flags, flag_or_variable, overrides_variable
 from ddprun.run_files import ResumeMode, resume_command
@@ -34,7 +34,7 @@ _STORE_LINGER_S = 4.0  # the store may end with this process; other hosts still 
 _NO_DETAILS = " See inner exception for details."  # torchelastic's, with an exception that is not shown
 
 
-def launch(
+def launch_host_ranks(
     loaded: LoadedPipeline,
     flags: Flags,
     run_dir: Path | None,
@@ -62,14 +62,14 @@ def launch(
         os.environ |= overrides_variable(loaded.overrides)
         try:
             try:
-                read = torchrun_args(flags, ["-m", "ddprun", *command])
+                read = parse_torchrun_flags(flags, ["-m", "ddprun", *command])
                 config, program, arguments = torchrun.config_from_args(read)
                 assert isinstance(program, str)
-                if warning := network.public_warning(config.rdzv_endpoint):
+                if warning := network.public_address_warning(config.rdzv_endpoint):
                     say(warning)
                 os.environ.pop(rank_files.MEMORY_VARIABLE, None)  # of a launcher that started this one
                 if loaded.pipeline.checkpoint.memory_every and config.max_restarts:
-                    memory = stack.enter_context(rank_files.launcher_memory())
+                    memory = stack.enter_context(rank_files.temporary_memory_folder())
                     os.environ |= {} if memory is None else {rank_files.MEMORY_VARIABLE: str(memory)}
                 agent = make_agent(config, program, arguments, folder, loaded, server)
             except (DistError, RendezvousError):
@@ -193,7 +193,7 @@ def _report_failure(rank: int, failure: ProcessFailure, killed_ranks: Mapping[in
             "the run has failed"
         )
         return EXIT_FAILURE
-    if cause := unexplained_exits({rank: failure}):
+    if cause := describe_unexplained_exits({rank: failure}):
         say(f"{cause}; the run has failed")
         return EXIT_FAILURE
     # A rank ends with 130 by itself when a rank of another host was interrupted.
@@ -214,6 +214,6 @@ def _run_agent(agent: Agent, *, elastic: bool) -> None:
         leaving = elastic  # the others continue without this host, or with its next launcher
         raise
     finally:
-        agent.close_lifeline()
+        agent.close_keepalive()
         if not leaving:
             agent.get_worker_group().spec.rdzv_handler.shutdown()  # ends the run on the other hosts, too

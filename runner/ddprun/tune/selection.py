@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ddprun.compare.runs import SpeedRatio
-from ddprun.predict.model import StepPrediction
+from ddprun.predict.cost_model import StepPrediction
 from ddprun.tune.candidates import CANDIDATE_KINDS, Candidate
 
 _MIN_PREDICTED_GAIN = 0.02  # of a step's time: candidates that are not predicted to gain more are not run
@@ -50,7 +50,7 @@ class PredictedCandidate:
     @property
     def us_per_sample(self) -> float:
         """Predicted training time for one sample: candidates may take different numbers of them in a step."""
-        return self.predicted.step_us / self.candidate.samples_per_step
+        return self.predicted.step_us / self.candidate.rank_samples_per_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Trial:
 
     entry: PredictedCandidate
     run_dir: Path
-    code: int | None
+    exit_code: int | None
     verdict: str  # on speed, in `compare`'s words
     speed_ratio: SpeedRatio | None  # of speeds per sample: how many times as fast as the file as it is
     step_s: float | None
@@ -97,7 +97,7 @@ class Trial:
 def rejection_reason(trial: Trial, floors: QualityFloors) -> str | None:
     """The reason why a candidate cannot win, with the figure; None: nothing is against it."""
     if trial.verdict == "failed":
-        return f"its run failed with exit code {trial.code}"
+        return f"its run failed with exit code {trial.exit_code}"
     if not trial.loss_is_finite:
         return "its loss is not finite"
     if floors.cosine is not None:
@@ -137,7 +137,7 @@ def pick_winner(trials: Sequence[Trial], floors: QualityFloors) -> Trial | None:
     )
 
 
-def predicted_winner(
+def pick_predicted_winner(
     baseline: PredictedCandidate, entries: Sequence[PredictedCandidate]
 ) -> PredictedCandidate | None:
     """The winner by prediction alone, which may miss by a tenth: what gains less does not win."""

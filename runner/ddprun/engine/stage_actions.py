@@ -13,14 +13,14 @@ from typing import Literal
 from ddprun.config import Pipeline, StepStage, StepStageSettings
 from ddprun.sync.plan import BufferPlan, DueTransfers, Effect, PlanProgress, ReplicaConsistency, is_due
 
-Moment = Literal["begin", "before_forward", "backward", "after_step", "evaluate", "end", "once"]
+ActionPhase = Literal["begin", "before_forward", "backward", "after_step", "evaluate", "end", "once"]
 """`begin`, `end`: before a stage's first step and after its last. `evaluate`: in an evaluation inside it.
 `once`: by a stage without steps.
 """
 
 
 @dataclass(frozen=True, slots=True)
-class SendBuffers:
+class EqualizeBuffers:
     """Make these buffers equal."""
 
     names: tuple[str, ...]
@@ -35,7 +35,7 @@ class EqualizeState:
 
 
 @dataclass(frozen=True, slots=True)
-class Audit:
+class AuditParameters:
     """Compare all parameters with what `ReplicaConsistency` says."""
 
     recorded: bool  # it counts as one of those that the file asks for
@@ -43,14 +43,19 @@ class Audit:
 
 
 @dataclass(frozen=True)
-class SendGradients:
+class AverageGradients:
     """The backward pass of a turn averages them among the plan's ranks."""
 
     turn: int  # its index in the stage; 0 for a stage without turns
 
 
-Action = (
-    SendBuffers | SendGradients | DueTransfers | EqualizeState | Audit | Literal["compare frozen", "mutate"]
+StageAction = (
+    EqualizeBuffers
+    | AverageGradients
+    | DueTransfers
+    | EqualizeState
+    | AuditParameters
+    | Literal["compare frozen", "mutate"]
 )
 """`compare frozen`: make those frozen parameters equal that differ. `mutate`: each rank changes its own
 weights."""
@@ -78,7 +83,7 @@ class StageActions:
 
     # What is asked in any step.
 
-    def exchanges(self, step: int) -> bool:
+    def exchanges_in_step(self, step: int) -> bool:
         """Whether this step has a control message: ranks exchange something in it, or never anything."""
         by_policy = self.settings.plan.synchronizes(step) or self.settings.plan.never_exchanges
         return by_policy or self.buffers.synchronizes(step) or is_due(self.pipeline.audit.every, step)
@@ -90,29 +95,29 @@ class StageActions:
 
     # What is done, moment by moment.
 
-    def begin(self) -> Iterator[Action]:
+    def actions_at_begin(self) -> Iterator[StageAction]:
         """Before the first step."""
         # Equal gradients keep ranks equal only if their optimizers' state is.
         if self.settings.plan.gradients is not None and self.replicas.optimizer != "common":
             yield EqualizeState("optimizer")
             self.replicas.optimizer = "common"
-        yield from self._mutate(0)
+        yield from self._mutate_action(0)
 
-    def step(self, step: int) -> Iterator[tuple[Moment, Action]]:
+    def actions_in_step(self, step: int) -> Iterator[tuple[ActionPhase, StageAction]]:
         """All actions of one step, for `explain`. A run asks for `after_step` alone; what comes before it is
         in the order of `loop.train_step`.
         """
         for turn in self.settings.due_turns(step):
-            if names := self.buffers.before_forward():
-                yield "before_forward", SendBuffers(names)
+            if names := self.buffers.names_before_forward():
+                yield "before_forward", EqualizeBuffers(names)
             if self.settings.plan.gradients is not None:
-                yield "backward", SendGradients(turn)
+                yield "backward", AverageGradients(turn)
         if self.settings.updates_weights:
-            self.note_update()
-        for action in self.after_step(step):
+            self.note_weights_updated()
+        for action in self.actions_after_step(step):
             yield "after_step", action
 
-    def note_update(self) -> None:
+    def note_weights_updated(self) -> None:
         """The weights were updated, so that their average (`ema`) moves."""
         if self.pipeline.ema is None:
             return
@@ -123,68 +128,70 @@ class StageActions:
         if not (equal or (plan.round is not None and follows)):
             self.replicas.averages_differ = True
 
-    def after_step(self, step: int) -> Iterator[Action]:
+    def actions_after_step(self, step: int) -> Iterator[StageAction]:
         """After the optimizer's step: sync policy, buffers, audit, `mutate`."""
         plan = self.settings.plan
-        transfers, effect = self.progress.after_step(step)
+        transfers, effect = self.progress.advance_step(step)
         if transfers.applied or transfers.started:
             yield transfers
-        self._apply(effect)
+        self._apply_effect(effect)
         synchronized = plan.synchronizes(step)
-        if names := self.buffers.after_step(step, synchronized=synchronized):
-            yield SendBuffers(names)
+        if names := self.buffers.names_after_step(step, synchronized=synchronized):
+            yield EqualizeBuffers(names)
         audits = is_due(self.pipeline.audit.every, step)
         # Also after the first step in this attempt that leaves ranks the same.
         first = not self.compared and plan.changes_weights and self.replicas.parameters != "apart"
         if audits or first:
-            yield Audit(recorded=audits)
+            yield AuditParameters(recorded=audits)
             self.compared = True
         if synchronized and step != self.steps:  # after the last step no other would use it
-            yield from self._mutate(step)
+            yield from self._mutate_action(step)
 
-    def end_interrupted(self) -> DueTransfers:
+    def transfers_when_interrupted(self) -> DueTransfers:
         """The stage ends before its last step: only what is in flight is applied."""
-        return self.progress.finish(reconcile=False)[0]
+        return self.progress.finish_stage(reconcile=False)[0]
 
-    def end(self, step: int) -> Iterator[Action]:
+    def actions_at_end(self, step: int) -> Iterator[StageAction]:
         """End a complete stage of `step` steps: make ranks equal, unless the next stage takes them so."""
         replicas, reconcile = self.replicas, self.pipeline.averages_at_end_of(self.stage)
-        transfers, effect = self.progress.finish(reconcile=reconcile and replicas.parameters != "common")
+        transfers, effect = self.progress.finish_stage(
+            reconcile=reconcile and replicas.parameters != "common"
+        )
         yield transfers
         if effect != "nothing":
-            self._apply(effect)
+            self._apply_effect(effect)
         if self.settings.mutate is not None and replicas.mutated_at == self.first_step + step:
             replicas.parameters = "apart"  # the stage's length was not known, and no step has come after
         if not reconcile:
             return
         if replicas.parameters != "common":
-            yield from equalize(replicas)
+            yield from equalizing_actions(replicas)
             effect = "common"
         else:
             if effect == "nothing":
                 yield "compare frozen"
-            yield from _equalize_averages(replicas, None)
-        yield Audit(recorded=effect == "common", at_end=True)
+            yield from _ema_equalizing_actions(replicas, None)
+        yield AuditParameters(recorded=effect == "common", at_end=True)
 
-    def _apply(self, effect: Effect) -> None:
+    def _apply_effect(self, effect: Effect) -> None:
         self.replicas.apply_effect(effect, self.settings.plan, noop=self.settings.uses_noop)
 
-    def _mutate(self, step: int) -> Iterator[Action]:
+    def _mutate_action(self, step: int) -> Iterator[StageAction]:
         if self.settings.mutate is not None:
             yield "mutate"
             self.replicas.parameters, self.replicas.mutated_at = "apart", self.first_step + step
 
 
-def equalize(replicas: ReplicaConsistency, source: int | None = None) -> Iterator[EqualizeState]:
+def equalizing_actions(replicas: ReplicaConsistency, source: int | None = None) -> Iterator[EqualizeState]:
     """Make all ranks' parameters their mean or those of rank `source`, and what belongs to them."""
     yield EqualizeState("parameters", source)
     if source is not None and replicas.optimizer_is_read:
         yield EqualizeState("optimizer", source)
     replicas.parameters = "common"
-    yield from _equalize_averages(replicas, source)
+    yield from _ema_equalizing_actions(replicas, source)
 
 
-def _equalize_averages(replicas: ReplicaConsistency, source: int | None) -> Iterator[EqualizeState]:
+def _ema_equalizing_actions(replicas: ReplicaConsistency, source: int | None) -> Iterator[EqualizeState]:
     if replicas.averages_differ:
         yield EqualizeState("averages", source)
         replicas.averages_differ = False

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddprun_hooks.comm.observer import NULL_OBSERVER, CollectiveObserver, observed_wait
+from ddprun_hooks.comm.collective_observer import NULL_OBSERVER, CollectiveObserver, observed_wait
 from ddprun_hooks.comm.trace import now_us
 from ddprun_hooks.errors import DisagreementError, format_ranks
 
@@ -34,7 +34,7 @@ class ControlChannel:
         pending = self._gather_sequence.record_issued("all_gather", what=what)
         with pending:
             work = self.group.allgather([gathered], [mine])
-        pending.done_when(work.is_completed)
+        pending.set_completion_check(work.is_completed)
 
         def wait() -> Tensor:
             with pending:
@@ -60,7 +60,7 @@ class ControlChannel:
         of_ranks = self.all_gather_bytes(data, what)
         return [rank for rank, one in enumerate(of_ranks) if one != of_ranks[0]]
 
-    def largest(self, values: Tensor, what: str) -> Tensor:
+    def all_reduce_max(self, values: Tensor, what: str) -> Tensor:
         """The largest of the ranks' values at each place, in host memory; `values` stay as they are."""
         values = values.to("cpu", copy=True)
         with observed_wait(self._gather_sequence, "all_reduce", what):
@@ -79,7 +79,7 @@ class ControlChannel:
                 f"on rank {self.rank} it is: {description}"
             )
 
-    def clock_offset(self, rounds: int = 12) -> tuple[float, float]:
+    def measure_clock_offset(self, rounds: int = 12) -> tuple[float, float]:
         """How far this rank's monotonic clock is ahead of rank 0's, and the error bound, in microseconds.
 
         Cristian's algorithm (Distributed Computing 3, 1989) along a binomial tree: at each of its levels
@@ -93,12 +93,12 @@ class ControlChannel:
         while step > 1:
             span, step = step, step // 2
             if self.rank % span == step:
-                offset, bound = self._measure_offset(self.rank - step, rounds)
+                offset, bound = self._measure_offset_to_peer(self.rank - step, rounds)
             elif self.rank % span == 0 and self.rank + step < self.size:
                 self._answer_clock_queries(self.rank + step, rounds, offset, bound)
         return offset, bound
 
-    def _measure_offset(self, peer: int, rounds: int) -> tuple[float, float]:
+    def _measure_offset_to_peer(self, peer: int, rounds: int) -> tuple[float, float]:
         """Offset and bound, of a rank that knows its own."""
         best = 0.0, math.inf
         answer = torch.empty(2, dtype=torch.float64)

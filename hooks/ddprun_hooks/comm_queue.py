@@ -11,7 +11,7 @@ one is done" breaks this, and Gloo then sums the wrong tensors without an error.
 A queue in host memory (`HostCommQueue`) is driven by whatever thread has an event: the backward pass that
 brings a bucket, or the thread of the collective that has finished. A gradient bucket that needs one
 collective is sent without an event: the backward pass that brings it issues the collective itself, so buckets
-issue theirs in the order in which they are brought. On a GPU (`StreamQueue`) streams keep the order, so a
+issue theirs in the order in which they are brought. On a GPU (`GpuCommQueue`) streams keep the order, so a
 coroutine runs to its end at once.
 """
 
@@ -31,9 +31,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from ddprun_hooks.comm.collective_observer import CollectiveHandle
 from ddprun_hooks.comm.gpu import GpuStreams, StreamTimestamp
 from ddprun_hooks.comm.groups import CollectiveRequest, RankGroup
-from ddprun_hooks.comm.observer import CollectiveHandle
 from ddprun_hooks.comm.trace import BucketTrace, CollectiveTrace, HookSpan, now_us
 from ddprun_hooks.errors import ExchangeError, fail_future
 from ddprun_hooks.payload import Payload, dtype_name
@@ -41,7 +41,7 @@ from ddprun_hooks.stack import Stack, StackRun
 
 _STREAM_COUNT = 4  # of a queue on a GPU: as many buckets are under way beside each other
 
-_PLAIN = Stack([])
+_EMPTY_STACK = Stack([])
 
 _CompletionCallback = Callable[[Future[Any]], Tensor | BaseException]
 
@@ -78,10 +78,10 @@ class HostCommQueue:
         with self._lock:
             alone = not (self._driving or self._events or self._in_flight)
         if alone and stack.max_collectives == 1 and payload.kind == "gradient":
-            future = self._send_at_once(bucket)
+            future = self._send_without_event(bucket)
         else:
             future = bucket.future = Future()
-            self._post_event(bucket, None)
+            self._post_and_drain_events(bucket, None)
         trace.handed_over = now_us()
         return future
 
@@ -96,7 +96,7 @@ class HostCommQueue:
         pending = group.sequence(request, 0).record_issued(request.op, payload)
         with pending:
             work: Any = group.launch(request, 0)
-        pending.done_when(work.is_completed)
+        pending.set_completion_check(work.is_completed)
 
         def note_end(arrived: Future[Any]) -> int:
             now = now_us()
@@ -106,13 +106,13 @@ class HostCommQueue:
 
         done = work.get_future().then(await_callback_at_exit(note_end))
         collective = new_collective_trace(request, 0, ready)
-        trace: BucketTrace[int] = new_trace(payload, _PLAIN, ready)
+        trace: BucketTrace[int] = new_trace(payload, _EMPTY_STACK, ready)
         trace.collectives.append(collective)
         traces.append(trace)
         trace.handed_over = now_us()
         return AllReduceInFlight(work, done, trace, collective, pending)
 
-    def _send_at_once(self, bucket: "_BucketInFlight") -> Future[Tensor]:
+    def _send_without_event(self, bucket: "_BucketInFlight") -> Future[Tensor]:
         """Send a bucket of one collective, if no earlier bucket has collectives left to issue.
 
         What is left of its hooks runs in `then`: the collective's thread needs Python for nothing after it.
@@ -122,7 +122,7 @@ class HostCommQueue:
         try:
             if self.error is not None:
                 raise self.error
-            collective = self._advance(bucket, None)
+            collective = self._run_to_next_collective(bucket, None)
             if collective is None:
                 future = Future[Tensor]()
                 future.set_result(bucket.payload.tensor)
@@ -139,7 +139,7 @@ class HostCommQueue:
                 result = complete(arrived)
                 if isinstance(result, BaseException):
                     raise result
-                more = self._advance(bucket, result)
+                more = self._run_to_next_collective(bucket, result)
                 if more is not None:
                     check_rounds(more, 1, 1, bucket.stack)
             except BaseException as error:
@@ -149,7 +149,9 @@ class HostCommQueue:
 
         return done.then(await_callback_at_exit(finish))
 
-    def _post_event(self, bucket: "_BucketInFlight", result: Tensor | BaseException | None) -> None:
+    def _post_and_drain_events(
+        self, bucket: "_BucketInFlight", result: Tensor | BaseException | None
+    ) -> None:
         """Handle an event of a bucket: it enters (None), or its collective's result or failure. If another
         thread is handling events, leave it to that one.
 
@@ -170,11 +172,11 @@ class HostCommQueue:
             try:
                 if isinstance(result, BaseException):
                     raise result
-                self._resume(bucket, result)
+                self._on_event(bucket, result)
             except BaseException as error:  # a hook may raise anything
                 self._fail_all(error)
 
-    def _resume(self, bucket: "_BucketInFlight", result: Tensor | None) -> None:
+    def _on_event(self, bucket: "_BucketInFlight", result: Tensor | None) -> None:
         """Let a bucket enter (None) or go on with its collective's result."""
         if result is None:
             self._in_flight.append(bucket)
@@ -182,16 +184,18 @@ class HostCommQueue:
             return
         if self.error is not None:
             raise self.error
-        bucket.requested_collective = self._advance(bucket, result)
+        bucket.requested_collective = self._run_to_next_collective(bucket, result)
         if bucket.requested_collective is None:
             self._in_flight.remove(bucket)
             bucket.future.set_result(bucket.payload.tensor)
         self._issue_in_order()
 
-    def _advance(self, bucket: "_BucketInFlight", result: Tensor | None) -> CollectiveRequest | None:
+    def _run_to_next_collective(
+        self, bucket: "_BucketInFlight", result: Tensor | None
+    ) -> CollectiveRequest | None:
         """Run a bucket's hooks to their next collective, or (None) to the end: the mean is in the payload."""
         start, trace = now_us(), bucket.trace
-        collective = next_collective(bucket.run, result, bucket.payload, bucket.stack)
+        collective = run_to_next_collective(bucket.run, result, bucket.payload, bucket.stack)
         if bucket.stack.names:  # plain all-reduce works on the wire alone
             on_training_thread = threading.get_ident() == self._training_thread
             phase = "encode" if collective is not None else "decode"
@@ -209,7 +213,7 @@ class HostCommQueue:
             collective = bucket.requested_collective
             if collective is not None:
                 group = collective.group.name
-                if before is None or before.issued[group] > bucket.issued[group]:
+                if before is None or before.issued_by_group[group] > bucket.issued_by_group[group]:
                     bucket.requested_collective = None
                     done, complete = self._start_collective(bucket, collective)
                     done.add_done_callback(
@@ -222,13 +226,13 @@ class HostCommQueue:
     def _on_collective_done(
         self, bucket: "_BucketInFlight", complete: "_CompletionCallback", future: Future[Any]
     ) -> None:
-        self._post_event(bucket, complete(future))
+        self._post_and_drain_events(bucket, complete(future))
 
     def _start_collective(
         self, bucket: "_BucketInFlight", collective: CollectiveRequest
     ) -> tuple[Future[Any], "_CompletionCallback"]:
         """Start a collective; gives its future, and what notes its end and says what has come of it."""
-        group, round_index = collective.group, bucket.issued[collective.group.name]
+        group, round_index = collective.group, bucket.issued_by_group[collective.group.name]
         available = group.shm_groups if collective.via_shared_memory else group.process_groups
         check_rounds(collective, round_index, len(available), bucket.stack)
         collective_trace = new_collective_trace(collective, round_index, now_us())
@@ -236,7 +240,7 @@ class HostCommQueue:
         pending = group.sequence(collective, round_index).record_issued(collective.op, bucket.payload)
         with pending:
             work = group.launch(collective, round_index)
-        bucket.issued[group.name] += 1
+        bucket.issued_by_group[group.name] += 1
 
         def complete(future: Future[Any]) -> Tensor | BaseException:
             collective_trace.done = now_us()
@@ -287,7 +291,9 @@ class _BucketInFlight:
     trace: BucketTrace[int]
     run: StackRun
     future: Future[Tensor] = field(init=False)  # of one that is not sent at once
-    issued: dict[str, int] = field(default_factory=partial(defaultdict, int))  # collectives so far, by group
+    issued_by_group: dict[str, int] = field(
+        default_factory=partial(defaultdict, int)
+    )  # collectives so far, by group
     requested_collective: CollectiveRequest | None = None  # asked for, not yet issued
 
     def close(self) -> None:
@@ -303,21 +309,21 @@ class AllReduceInFlight(NamedTuple):
     done_us: Future[int]
     trace: BucketTrace[int]
     collective: CollectiveTrace[int]
-    pending: CollectiveHandle
+    collective_handle: CollectiveHandle
 
     def complete_trace(self) -> None:
         """Write down when it was over; waits until it is."""
         self.collective.done = self.trace.done = self.done_us.wait()
-        self.pending.mark_done()
+        self.collective_handle.mark_done()
 
 
-class StreamQueue:
+class GpuCommQueue:
     """Drives payloads on a GPU: each coroutine runs to its end at once, and only starts work on streams.
 
     A bucket has one of a few streams of high priority, always the same one. So the encoding of a bucket runs
     beside the collectives and the decoding of those before it, and what a hook keeps is used in the order of
     one stream. Collectives of a process group run in the order in which they were started; those of different
-    rounds are on different groups where NCCL keeps an order between groups (`Exchange.open`). With
+    rounds are on different groups where NCCL keeps an order between groups (`CommContext.open`). With
     NCCL nothing here waits on the host; with Gloo (several ranks on one GPU) each collective does.
     """
 
@@ -369,7 +375,7 @@ class StreamQueue:
         result: Tensor | None = None
         start = gpu.record_timestamp(stream) if with_spans else trace.ready
         pending_collectives: list[CollectiveHandle] = []
-        while (collective := next_collective(run, result, payload, stack)) is not None:
+        while (collective := run_to_next_collective(run, result, payload, stack)) is not None:
             of_round, process_groups = issued[collective.group.name], collective.group.process_groups
             check_rounds(collective, of_round, len(process_groups), stack)
             round_index = process_groups.index(process_groups[of_round])  # the first that shares its group
@@ -383,7 +389,7 @@ class StreamQueue:
                 collective.group.launch(collective, round_index).wait()  # with NCCL, the stream alone waits
             if with_spans:
                 trace.collectives[-1].done = start = gpu.record_timestamp(stream)
-                pending.done_when(start.has_passed)
+                pending.set_completion_check(start.has_passed)
             else:
                 pending_collectives.append(pending)
             result = collective.output
@@ -393,10 +399,10 @@ class StreamQueue:
         for collective_trace in trace.collectives:
             collective_trace.done = collective_trace.done or done
         for pending in pending_collectives:
-            pending.done_when(done.has_passed)
+            pending.set_completion_check(done.has_passed)
 
 
-CommQueue = HostCommQueue | StreamQueue
+CommQueue = HostCommQueue | GpuCommQueue
 
 
 def new_trace(payload: Payload, stack: Stack, ready: Any, *, among_all: bool = True) -> BucketTrace[Any]:
@@ -439,7 +445,7 @@ def check_rounds(collective: CollectiveRequest, round_index: int, available: int
         )
 
 
-def next_collective(
+def run_to_next_collective(
     run: StackRun, result: Tensor | None, payload: Payload, stack: Stack
 ) -> CollectiveRequest | None:
     """Run a payload's hooks, with the result of their last collective, up to the next, or (None) to their
@@ -449,7 +455,7 @@ def next_collective(
     try:
         awaited: object = run.send(result)
     except StopIteration as stop:
-        _write_back(cast(Tensor, stop.value), payload, stack)
+        _copy_mean_to_payload(cast(Tensor, stop.value), payload, stack)
         return None
     if not isinstance(awaited, CollectiveRequest):
         names = ", ".join(stack.custom_hooks)
@@ -460,7 +466,7 @@ def next_collective(
     return awaited
 
 
-def _write_back(mean: Tensor, payload: Payload, stack: Stack) -> None:
+def _copy_mean_to_payload(mean: Tensor, payload: Payload, stack: Stack) -> None:
     target = payload.tensor
     if mean is target:
         return

@@ -46,4 +46,7 @@ def evolution_strategies(
         param.grad = total
 
 
-FUNCTIONS: dict[str, Callable[..., None]] = {"noise": noise, "evolution_strategies": evolution_strategies}
+WEIGHT_FUNCTIONS: dict[str, Callable[..., None]] = {
+    "noise": noise,
+    "evolution_strategies": evolution_strategies,
+}

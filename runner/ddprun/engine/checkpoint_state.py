@@ -20,25 +20,25 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddprun import __version__
-from ddprun.checkpoint.codec import EncodedState, UnstorableError, encode
+from ddprun.checkpoint.codec import EncodedState, UnstorableError, encode_state
 from ddprun.checkpoint.folder import CHECKPOINTS_FOLDER, rank_part_name
 from ddprun.checkpoint.location import CheckpointLocation
 from ddprun.checkpoint.writer import CheckpointWriter
 from ddprun.engine import seeding
 from ddprun.engine.audit import audit_parameters
-from ddprun.engine.nonfinite import Nonfinite
-from ddprun.engine.session import Results, RunComponents, Session
-from ddprun.engine.weights import initial_averages
+from ddprun.engine.nonfinite import NonfiniteFinding
+from ddprun.engine.session import RunComponents, RunResults, Session
+from ddprun.engine.weights import initial_ema_tensors
 from ddprun.host import rank_files
 from ddprun.telemetry.records import CheckpointWritten
 from ddprun.telemetry.writer import log_event
-from ddprun_hooks.comm.control import open_control_channel
+from ddprun_hooks.comm.control_channel import open_control_channel
 from ddprun_hooks.comm.gpu import GpuStreams, PinnedStaging
 
 _MEMORY_WAIT_S = 10.0  # at most, for the checkpoint in memory before; a rank that is gone is found afterwards
 
 
-class StateError(ValueError):
+class StateMismatchError(ValueError):
     """State that does not fit the pipeline's model."""
 
 
@@ -46,7 +46,7 @@ def collect_state(session: Session) -> dict[str, Any]:
     """This rank's part of a checkpoint. Tensors are those that training continues with, not copies. What was
     in flight is over then, and its records are written.
 
-    What has a `state_dict` goes into `_stateful_parts`; any other new key here and into `restore`.
+    What has a `state_dict` goes into `_stateful_parts`; any other new key here and into `restore_state`.
     `resume.py` says what becomes of it on another number of ranks; tests/engine/test_session.py looks for
     what is left out, but not for what a `state_dict` itself omits.
     """
@@ -74,7 +74,7 @@ def collect_state(session: Session) -> dict[str, Any]:
         "results": state.results.model_dump(),
         "nonfinite": None if nonfinite is None else asdict(nonfinite),
         "difference_reported": session.reporter.difference_reported,
-        "generators": seeding.generator_state(runtime.device),
+        "generators": seeding.rng_state(runtime.device),
         **{name: part.state_dict() for name, part in _stateful_parts(session).items()},
     }
 
@@ -86,7 +86,7 @@ def _stateful_parts(session: Session) -> dict[str, Any]:
         "position": session.state.cursor,
         "precision": runtime.precision,
         "feeds": runtime.feeds,
-        "balance": runtime.balances,
+        "balance": runtime.share_balancers,
         "hooks": runtime.stacks,
         "buffers_seen": runtime.buffers,
         "telemetry": runtime.recorder,
@@ -109,37 +109,39 @@ def shared_keys(session: Session) -> frozenset[str]:
 # Restoring it.
 
 
-def restore(session: Session, state: Mapping[str, Any]) -> None:
-    """Restore all but what `restore_mid_stage` does; called in `resume.errors_of_checkpoint`."""
+def restore_state(session: Session, state: Mapping[str, Any]) -> None:
+    """Restore all but what `restore_stage_state` does; called in `resume.translate_checkpoint_errors`."""
     runtime, run_state, model = session.runtime, session.state, session.runtime.model
     replicas, ema, saved_ema = run_state.replicas, runtime.ema, state["ema"]
-    _copy(dict(model.named_parameters()), "parameter", {**state["frozen"], **state["parameters"]})
-    _copy(dict(model.named_buffers()), "buffer", state["buffers"])
+    _copy_matching_tensors(
+        dict(model.named_parameters()), "parameter", {**state["frozen"], **state["parameters"]}
+    )
+    _copy_matching_tensors(dict(model.named_buffers()), "buffer", state["buffers"])
     for name, module in model.named_modules():
         key = f"{name}._extra_state".removeprefix(".")
         if key in state["extra"] and type(module).set_extra_state is not nn.Module.set_extra_state:
             module.set_extra_state(state["extra"][key])
     run_state.step, run_state.loaded_schedule = state["step"], state["schedule"]
-    run_state.results = Results.model_validate(state["results"])
+    run_state.results = RunResults.model_validate(state["results"])
     run_state.outer_momentum = dict(state["outer_momentum"])
     replicas.parameters, replicas.optimizer, replicas.mutated_at = state["replicas"]
     if ema is not None and saved_ema is None:  # new in the pipeline: it begins with the weights as they are
-        ema.tensors = initial_averages(model)
+        ema.tensors = initial_ema_tensors(model)
     elif ema is not None:
-        _copy(ema.tensors, "average", saved_ema["tensors"])
+        _copy_matching_tensors(ema.tensors, "average", saved_ema["tensors"])
         ema.updates, replicas.averages_differ = saved_ema["updates"], saved_ema["apart"]
     nonfinite = state["nonfinite"]
-    runtime.finite_check.first_nonfinite = None if nonfinite is None else Nonfinite(**nonfinite)
+    runtime.finite_check.first_nonfinite = None if nonfinite is None else NonfiniteFinding(**nonfinite)
     session.reporter.difference_reported = state["difference_reported"]
     for name, part in _stateful_parts(session).items():
         part.load_state_dict(state[name])
     runtime.optimizer.load_state_dict({**state["optimizer"], "param_groups": state["groups"]})
-    seeding.restore_generators(state["generators"], runtime.device)  # last: loading may draw
+    seeding.restore_rng_state(state["generators"], runtime.device)  # last: loading may draw
 
 
-def restore_mid_stage(session: Session, state: Mapping[str, Any], *, new_rates: bool) -> None:
+def restore_stage_state(session: Session, state: Mapping[str, Any], *, new_rates: bool) -> None:
     """Continue in the middle of a stage, whose policy has begun and whose schedule has been built. Called in
-    `resume.errors_of_checkpoint`, too.
+    `resume.translate_checkpoint_errors`, too.
 
     With `new_rates` learning rates are not what they were, or fall over another number of steps: those of the
     checkpoint, and its schedule, do not count.
@@ -162,24 +164,24 @@ def replay_schedule(schedule: LRScheduler, steps: int) -> None:
             schedule.step()
 
 
-def _copy(targets: Mapping[str, Tensor], what: str, values: Mapping[str, Tensor]) -> None:
+def _copy_matching_tensors(targets: Mapping[str, Tensor], what: str, values: Mapping[str, Tensor]) -> None:
     if targets.keys() != values.keys():
         name = min(targets.keys() ^ values.keys())
         where = "the model" if name in targets else "the checkpoint"
-        raise StateError(f'{what} "{name}" is only in {where}: the code has changed since')
+        raise StateMismatchError(f'{what} "{name}" is only in {where}: the code has changed since')
     with torch.no_grad():
         for name, target in targets.items():
             value = values[name]
             if target.shape != value.shape or target.dtype != value.dtype:
                 here, there = (f"{tuple(one.shape)} of {one.dtype}" for one in (target, value))
-                raise StateError(f'{what} "{name}" is {here}, in the checkpoint {there}')
+                raise StateMismatchError(f'{what} "{name}" is {here}, in the checkpoint {there}')
             target.copy_(value)
 
 
 # Taking checkpoints.
 
 
-def find_locations(runtime: RunComponents, leaders: tuple[int, ...]) -> list[CheckpointLocation]:
+def find_checkpoint_locations(runtime: RunComponents, leaders: tuple[int, ...]) -> list[CheckpointLocation]:
     """Where the run's checkpoints are: in memory, if the pipeline asks for that, and on disk, where `leaders`
     see the run's folder first.
     """
@@ -195,15 +197,17 @@ def find_locations(runtime: RunComponents, leaders: tuple[int, ...]) -> list[Che
     return found
 
 
-def open_writer(runtime: RunComponents, location: CheckpointLocation, token: str) -> CheckpointWriter:
+def open_checkpoint_writer(
+    runtime: RunComponents, location: CheckpointLocation, token: str
+) -> CheckpointWriter:
     """What writes the run's checkpoints in a location; `token` is of this attempt, equal on all ranks."""
     initially_nonfinite, wanted = runtime.finite_check.initially_nonfinite, runtime.loaded.pipeline.checkpoint
-    timeout_s, apart = runtime.loaded.pipeline.launch.timeout_s, len(location.folders) > 1
+    timeout_s, apart = runtime.loaded.pipeline.launch.timeout_s, len(location.folder_leaders) > 1
     return CheckpointWriter(
         location,
         runtime.ranks.store,
         token=token,
-        layout=hook_state_partitioning(runtime),
+        layout=hook_state_partitioning_key(runtime),
         keep=1 if location.in_memory else wanted.keep,
         # In memory: a failure before the newest is complete costs the steps since the one before it.
         every=max(wanted.memory_every // 2, 1) if location.in_memory else wanted.every,
@@ -235,7 +239,7 @@ def check_state_storable(
     if session.runtime.checkpoints is None:
         return
     try:
-        encode(collect_state(session) if state is None else state, copy=False)
+        encode_state(collect_state(session) if state is None else state, copy=False)
     except UnstorableError as error:
         text, way_out = f"no checkpoint can be taken: {error}", "`checkpoint: {keep: 0}` takes none"
         if path != "checkpoint":
@@ -277,7 +281,7 @@ def take_checkpoint(
         shared |= {"frozen"}
     own = {key: value for key, value in full_state.items() if key not in shared}
     staged = writer.staging if writer.staging is not None and writer.staging.try_acquire() else None
-    parts = {rank_part_name(runtime.ranks.rank): encode(own, staged=staged)}
+    parts = {rank_part_name(runtime.ranks.rank): encode_state(own, staged=staged)}
     if writer.location.leads:
         metadata = {
             "pipeline": runtime.loaded.as_dict(),
@@ -286,9 +290,9 @@ def take_checkpoint(
             "ddprun": __version__,
         }
         common = {key: full_state[key] for key in sorted(shared)}
-        parts["shared"] = encode({**common, **metadata}, staged=staged)
+        parts["shared"] = encode_state({**common, **metadata}, staged=staged)
     if staged is not None:
-        staged.fence_copies()
+        staged.block_current_stream()
     if runtime.records.remote_ranks:
         runtime.records.collect()
     if not in_memory:
@@ -298,13 +302,13 @@ def take_checkpoint(
         if runtime.loaded.pipeline.checkpoint.memory_every == 1:
             wait_for_memory()
         runtime.ranks.watchdog.set_phase(b"sync")
-    report_checkpoints(session)
+    report_checkpoint_outcomes(session)
 
 
-def report_checkpoints(session: Session) -> None:
+def report_checkpoint_outcomes(session: Session) -> None:
     """Report what became of those that were taken; of those in memory only why one was not."""
     reporter = session.reporter
-    for writer in _writers(session):
+    for writer in _checkpoint_writers(session):
         where, kept = (" in memory", "") if writer.location.in_memory else ("", " (older ones are kept)")
         outcomes = [writer.outcomes.get() for _ in range(writer.outcomes.qsize())]
         written_steps = {outcome.step for outcome in outcomes if outcome.checkpoint is not None}
@@ -336,18 +340,18 @@ def report_checkpoints(session: Session) -> None:
                 log_event(reporter.events, event)
 
 
-def close_checkpoints(session: Session) -> None:
-    for writer in _writers(session):
+def close_checkpoint_writers(session: Session) -> None:
+    for writer in _checkpoint_writers(session):
         writer.close()
-    report_checkpoints(session)
+    report_checkpoint_outcomes(session)
 
 
-def _writers(session: Session) -> list[CheckpointWriter]:
+def _checkpoint_writers(session: Session) -> list[CheckpointWriter]:
     runtime = session.runtime
     return [writer for writer in (runtime.memory_checkpoints, runtime.checkpoints) if writer is not None]
 
 
-def hook_state_partitioning(runtime: RunComponents) -> str:
+def hook_state_partitioning_key(runtime: RunComponents) -> str:
     """What decides how hooks' state is divided among ranks; if it changes, state moves between ranks."""
     ddp, hooks = runtime.loaded.pipeline.ddp, sorted(runtime.stacks.by_description)
     buckets = ddp.model_dump(exclude={"gradient_as_bucket_view"})

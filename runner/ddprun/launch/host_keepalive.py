@@ -21,12 +21,12 @@ from ddprun.standard_streams import say
 
 _LOST_AFTER_S = 3
 _KEY = "ddprun/lifeline"
-_CUT_OFF = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+_CUT_OFF_ERRNOS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 _TIMEOUT_S, _TICK_S = 10.0, 0.5
 _TOKEN_BYTES = 16
 
 
-class Lifeline:
+class HostKeepalive:
     """The launcher of the first host listens, and each other launcher connects to it. Each start of the ranks
     has a lifeline of its own.
 
@@ -44,7 +44,7 @@ class Lifeline:
         self._store, self._on_loss = store, on_loss
         self._closed = threading.Event()
         if index:
-            self._start(self._connect_and_watch)
+            self._start_thread(self._connect_and_watch)
         else:
             self._listen(address, count)
 
@@ -52,7 +52,7 @@ class Lifeline:
         """Stop watching; closes all connections."""
         self._closed.set()
 
-    def _start(self, run: Callable[[], None]) -> None:
+    def _start_thread(self, run: Callable[[], None]) -> None:
         threading.Thread(target=run, name="ddprun-lifeline", daemon=True).start()
 
     def _listen(self, address: str, count: int) -> None:
@@ -64,7 +64,7 @@ class Lifeline:
             say(f"warning: cannot listen at {address}, so hosts that are cut off are noticed late: {error}")
             return
         self._store.set(_KEY, json.dumps([address, listener.getsockname()[1], self._token]))
-        self._start(partial(self._accept, listener))
+        self._start_thread(partial(self._accept, listener))
 
     def _accept(self, listener: socket.socket) -> None:
         listener.settimeout(_TICK_S)
@@ -73,9 +73,9 @@ class Lifeline:
                 # Nobody has come, or has gone already, or there are no more descriptors or threads.
                 with suppress(OSError, RuntimeError):
                     connection, (address, *_) = listener.accept()
-                    self._start(partial(self._admit, connection, address))
+                    self._start_thread(partial(self._authenticate_and_watch, connection, address))
 
-    def _admit(self, connection: socket.socket, address: str) -> None:
+    def _authenticate_and_watch(self, connection: socket.socket, address: str) -> None:
         """Whoever has connected sends the token, or is a stranger."""
         connection.settimeout(_TIMEOUT_S)
         with connection, suppress(OSError):
@@ -111,7 +111,7 @@ class Lifeline:
                 connection.recv(1)
                 return
             except OSError as error:
-                if error.errno in _CUT_OFF and not self._closed.is_set():
+                if error.errno in _CUT_OFF_ERRNOS and not self._closed.is_set():
                     self.lost_host = address
                     say(f"the host {address} has not answered for {_LOST_AFTER_S} s: it is cut off")
                 elif error.errno is not None:  # None: a tick without news

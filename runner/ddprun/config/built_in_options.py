@@ -23,14 +23,14 @@ from ddprun.options import (
 NonEmptyString = Annotated[str, Field(min_length=1)]
 _Strings = Annotated[tuple[NonEmptyString, ...], Field(strict=False, min_length=1)]
 _StringOrStrings = NonEmptyString | _Strings
-OneOrMore = Annotated[
+OneOrMoreStrings = Annotated[
     _Strings,
     BeforeValidator(lambda value: [value] if isinstance(value, str) and value else value, _StringOrStrings),
 ]
 """A list of strings, or one by itself."""
 
 
-class Mlp(Options):
+class MlpOptions(Options):
     """Linear layers with an activation between them, on flat inputs."""
 
     inputs: PositiveInt
@@ -46,7 +46,7 @@ class Mlp(Options):
     """The activation after each hidden layer."""
 
 
-class Cnn(Options):
+class CnnOptions(Options):
     """3x3 convolutions, each with BatchNorm and ReLU, then an average over the image and a linear layer."""
 
     channels: Annotated[PositiveInts, Field(min_length=1)] = (16, 32)
@@ -59,7 +59,7 @@ class Cnn(Options):
     """Values per sample that come out: the number of classes."""
 
 
-class Transformer(Options):
+class TransformerOptions(Options):
     """A causal transformer over tokens, bytes by default: each position predicts the next token."""
 
     vocabulary: PositiveInt = 256
@@ -81,14 +81,14 @@ class Transformer(Options):
     """Share of values dropped while training."""
 
     @model_validator(mode="after")
-    def _heads_share_the_width(self) -> Self:
+    def _check_width_divisible_by_heads(self) -> Self:
         if self.width % self.heads:
             text = f"width {self.width} cannot be shared among {self.heads} heads"
             raise problem(text, "width must be a multiple of heads", at="width")
         return self
 
 
-class Digits(Options):
+class DigitsOptions(Options):
     """1,797 handwritten digits of 8x8 pixels from the UCI repository, values 0 to 1, ten classes."""
 
     held_out: FractionFloat | None = 0.2
@@ -98,10 +98,10 @@ class Digits(Options):
     """Decides which samples are held out, whatever the pipeline's seed is."""
 
 
-class TextData(Options):
+class TextDataOptions(Options):
     """The bytes of local files, cut into windows; the target is the window shifted by one byte."""
 
-    files: OneOrMore
+    files: OneOrMoreStrings
     """Paths or globs, relative to the pipeline's folder; `{stdlib}` is Python's standard library."""
 
     context: PositiveInt = 128
@@ -111,7 +111,7 @@ class TextData(Options):
     """Share of the bytes kept for `evaluate`; null keeps none."""
 
 
-class Synthetic(Options):
+class SyntheticDataOptions(Options):
     """Random samples made on the spot, for timing: no data set is read."""
 
     samples: PositiveInt = 4096
@@ -130,14 +130,14 @@ class Synthetic(Options):
     """Further samples kept for `evaluate`; 0 keeps none."""
 
 
-class Noise(Options):
+class NoiseOptions(Options):
     """Add normally distributed noise to each trained parameter, different on each rank."""
 
     std: PositiveFloat
     """Standard deviation of the noise, in units of the weights."""
 
 
-class EvolutionStrategies(Options):
+class EvolutionStrategiesOptions(Options):
     """The optimizer steps on a gradient that forward passes estimate: random changes of the weights, each
     weighted by what it does to the loss (Salimans et al. 2017, arXiv:1703.03864).
     """
@@ -149,15 +149,15 @@ class EvolutionStrategies(Options):
     """Changes that each rank tries in a step, each added and subtracted: twice as many forward passes."""
 
 
-class ModelsOwnLoss(NoOptions):
+class ModelLossOptions(NoOptions):
     """The model returns its loss itself: a tensor, or an object or mapping with `loss`."""
 
 
-class Accuracy(NoOptions):
+class AccuracyOptions(NoOptions):
     """Share of samples whose largest output is the target."""
 
 
-class Perplexity(NoOptions):
+class PerplexityOptions(NoOptions):
     """Exponential of the mean cross-entropy per target."""
 
 
@@ -173,11 +173,11 @@ BatchKey = Annotated[Any, CustomValidator(parse_batch_key, _StringOrInt)]
 """Of a part of a batch: the key of a mapping or the attribute of an object, or a place in a tuple or list."""
 
 
-class WeightBySamples(NoOptions):
+class WeightBySamplesOptions(NoOptions):
     """Each sample counts as much as any other."""
 
 
-class WeightByTargets(Options):
+class WeightByTargetsOptions(Options):
     """Each target that is not ignored counts as much as any other, such as the tokens of padded text."""
 
     of: BatchKey | None = None
@@ -190,10 +190,21 @@ class WeightByTargets(Options):
     """The number of first targets of each sequence that do not count: 1 where the model shifts its labels."""
 
 
-MODELS: dict[str, type[BaseModel]] = {"mlp": Mlp, "cnn": Cnn, "transformer": Transformer}
-DATA: dict[str, type[BaseModel]] = {"digits": Digits, "text": TextData, "synthetic": Synthetic}
-LOSSES: dict[str, type[BaseModel]] = {"model": ModelsOwnLoss}
-MUTATIONS: dict[str, type[BaseModel]] = {"noise": Noise}
-UPDATES: dict[str, type[BaseModel]] = {"evolution_strategies": EvolutionStrategies}
-WEIGHTS: dict[str, type[BaseModel]] = {"samples": WeightBySamples, "targets": WeightByTargets}
-METRICS: dict[str, type[BaseModel]] = {"accuracy": Accuracy, "perplexity": Perplexity}
+MODEL_OPTIONS: dict[str, type[BaseModel]] = {
+    "mlp": MlpOptions,
+    "cnn": CnnOptions,
+    "transformer": TransformerOptions,
+}
+DATA_OPTIONS: dict[str, type[BaseModel]] = {
+    "digits": DigitsOptions,
+    "text": TextDataOptions,
+    "synthetic": SyntheticDataOptions,
+}
+LOSS_OPTIONS: dict[str, type[BaseModel]] = {"model": ModelLossOptions}
+MUTATION_OPTIONS: dict[str, type[BaseModel]] = {"noise": NoiseOptions}
+UPDATE_OPTIONS: dict[str, type[BaseModel]] = {"evolution_strategies": EvolutionStrategiesOptions}
+WEIGHT_BY_OPTIONS: dict[str, type[BaseModel]] = {
+    "samples": WeightBySamplesOptions,
+    "targets": WeightByTargetsOptions,
+}
+METRIC_OPTIONS: dict[str, type[BaseModel]] = {"accuracy": AccuracyOptions, "perplexity": PerplexityOptions}

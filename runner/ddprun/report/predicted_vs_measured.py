@@ -16,15 +16,15 @@ from typing import IO, Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, Field
 
 from ddprun import InputError
-from ddprun.config.resolved import flow_yaml
-from ddprun.predict.costs import WARM_UP, own_work_us, without_outliers
+from ddprun.config.yaml_writer import flow_yaml
+from ddprun.predict.costs import WARM_UP_STEPS, own_work_us, without_outliers
 from ddprun.report.digest import RunDigest, StageDigest
-from ddprun.run_files import MAX_JSON_BYTES, describe_invalid, parse_json
+from ddprun.run_files import MAX_JSON_BYTES, describe_read_error, parse_json
 from ddprun.telemetry.reader import steps_between
 from ddprun.telemetry.records import StepRecord
 from ddprun.units import format_duration, format_world_sizes
 
-_STEP_PARTS = ("own work", "hooks", "waiting for the last rank", "waiting for the wire", "step")
+_COMPARED_PARTS = ("own work", "hooks", "waiting for the last rank", "waiting for the wire", "step")
 """What a training thread spends a step on; the last is all of it."""
 
 _NOTABLE_DIFFERENCE = 0.1  # a share of what was predicted: of a larger one the part is named
@@ -43,12 +43,12 @@ class BucketTimes(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class StageComparison:
+class PredictionComparison:
     """Predicted and measured times of one stage, in microseconds."""
 
     stage: str
     sentences: Sequence[str]
-    step_parts_us: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # in `_STEP_PARTS`
+    step_parts_us: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # in `_COMPARED_PARTS`
     buckets: Mapping[str, tuple[BucketTimes | None, BucketTimes | None]] = field(default_factory=dict)
 
 
@@ -72,13 +72,13 @@ class _PredictedTimes(BaseModel):
     buckets: list[_PredictedBucket]
 
     @property
-    def step_parts(self) -> dict[str, float]:
+    def step_parts_us(self) -> dict[str, float]:
         """A step, divided as records divide it."""
         late, hooks_us = self.waits_us.get("late", 0.0), self.waits_us.get("hooks", 0.0)
         wire = sum(self.waits_us.values()) - late - hooks_us
         hooks = self.parts_us.get("hooks", 0.0) + hooks_us
         own = self.step_us - hooks - late - wire
-        return dict(zip(_STEP_PARTS, (own, hooks, late, wire, self.step_us), strict=True))
+        return dict(zip(_COMPARED_PARTS, (own, hooks, late, wire, self.step_us), strict=True))
 
     @property
     def bucket_times(self) -> dict[str, BucketTimes]:
@@ -125,7 +125,7 @@ class PredictionFile(BaseModel):
         try:
             found = cls.model_validate(parse_json(file.read(MAX_JSON_BYTES + 1)))
         except ValueError as error:
-            raise InputError(f"{problem}: {describe_invalid(error)}") from None
+            raise InputError(f"{problem}: {describe_read_error(error)}") from None
         if all(stage.predicted is None for stage in found.stages):
             raise InputError(f"{problem}: no stage has `predicted`; `--link` adds it")
         return found
@@ -153,16 +153,20 @@ class MeasuredStage:
                 some = lines[start : start + cycle]
                 names = ("exposed_hook_us", "exposed_wait_us", "exposed_wire_us", "step_us")
                 hooks, late, wire, step_us = (fmean(getattr(line, name) for line in some) for name in names)
-                rows.append((step_us - hooks - late - wire, hooks, late, wire, step_us))  # as `_STEP_PARTS`
+                rows.append(
+                    (step_us - hooks - late - wire, hooks, late, wire, step_us)
+                )  # as `_COMPARED_PARTS`
         counted = without_outliers(rows, lambda row: row[0])
-        return dict(zip(_STEP_PARTS, map(fmean, zip(*counted, strict=True)), strict=True)) if counted else {}
+        return (
+            dict(zip(_COMPARED_PARTS, map(fmean, zip(*counted, strict=True)), strict=True)) if counted else {}
+        )
 
-    def compare_with(self, prediction: PredictionFile) -> StageComparison:
+    def compare_with_prediction(self, prediction: PredictionFile) -> PredictionComparison:
         """Compare the stage with a prediction, if that is of the same stage."""
         started = self.digest.run.started
         one = next((stage for stage in prediction.stages if stage.stage == self.stage.index), None)
         if one is None or one.predicted is None:
-            return StageComparison(self.stage.name, ["There is no prediction for this stage."])
+            return PredictionComparison(self.stage.name, ["There is no prediction for this stage."])
         hooks = [next(iter(hook), "") if isinstance(hook, dict) else hook for hook in one.hooks]
         facts = {
             "kind": (one.kind, self.stage.kind),
@@ -183,16 +187,16 @@ class MeasuredStage:
         ]
         if differ:
             text = f"The prediction is not compared, because it is for something else: {', '.join(differ)}."
-            return StageComparison(self.stage.name, [text])
+            return PredictionComparison(self.stage.name, [text])
         cycle, stride = max(1, one.cycle), self.digest.run.stride
         if math.gcd(cycle, stride) > 1:  # the same few steps of each cycle are recorded
             text = f"One in {stride:,} steps is recorded, which shows no mean step of a cycle of {cycle:,}: "
             text += f"`timings.every` must not share a factor with {cycle:,}."
-            return StageComparison(self.stage.name, [text])
+            return PredictionComparison(self.stage.name, [text])
         measured = self.mean_step_parts_us(cycle)
         if not measured:
-            text = f"Too few steps are recorded: {one.cycle:,} are needed after the first {WARM_UP}."
-            return StageComparison(self.stage.name, [text])
+            text = f"Too few steps are recorded: {one.cycle:,} are needed after the first {WARM_UP_STEPS}."
+            return PredictionComparison(self.stage.name, [text])
         predicted_us, measured_us = one.predicted.step_us, measured["step"]
         text = f"A step was predicted to take {format_duration(1e-6 * predicted_us)}, and took "
         text += f"{format_duration(1e-6 * measured_us)} ({measured_us / predicted_us - 1:+.0%})."
@@ -200,22 +204,24 @@ class MeasuredStage:
             text += " The prediction was fitted to this very run, so it was bound to come close."
         predicted = one.predicted.bucket_times
         seen = {name: BucketTimes.mean(times) for name, times in self.buckets.items()}
-        parts = {part: (us, measured[part]) for part, us in one.predicted.step_parts.items()}
-        return StageComparison(
+        parts = {part: (us, measured[part]) for part, us in one.predicted.step_parts_us.items()}
+        return PredictionComparison(
             self.stage.name,
-            [text, _difference_sentence(parts)],
+            [text, _prediction_error_sentence(parts)],
             parts,
             {name: (predicted.get(name), seen.get(name)) for name in {**predicted, **seen}},
         )
 
 
-def compare_stages(digest: RunDigest, prediction: PredictionFile) -> list[StageComparison]:
+def compare_with_predictions(digest: RunDigest, prediction: PredictionFile) -> list[PredictionComparison]:
     """Compare each stage that has step records with its prediction."""
     wanted = {
         step
         for stage in digest.stages
-        for step in steps_between(digest.recorded_steps, stage.first_step, stage.last_step + 1)[WARM_UP:]
-        if step in digest.sampled_steps
+        for step in steps_between(digest.recorded_steps, stage.first_step, stage.last_step + 1)[
+            WARM_UP_STEPS:
+        ]
+        if step in digest.bucket_sample_steps
     }
     found = {stage.index: MeasuredStage(digest, stage) for stage in digest.stages}
     for rank in digest.run.ranks:
@@ -237,10 +243,10 @@ def compare_stages(digest: RunDigest, prediction: PredictionFile) -> list[StageC
                 name = f"{bucket.kind} {bucket.bucket}"
                 found[lines[at].stage].buckets[name].append(times)
                 found[lines[at].stage].bucket_sizes.add((name, bucket.bytes))
-    return [one.compare_with(prediction) for one in found.values() if one.step_records]
+    return [one.compare_with_prediction(prediction) for one in found.values() if one.step_records]
 
 
-def _difference_sentence(parts_us: Mapping[str, tuple[float, float]]) -> str:
+def _prediction_error_sentence(parts_us: Mapping[str, tuple[float, float]]) -> str:
     """Whether the step differs much from its prediction, and which of its parts does most."""
     more_us = {part: measured - predicted for part, (predicted, measured) in parts_us.items()}
     total_us = more_us.pop("step")

@@ -10,20 +10,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from ddprun.config import StepStageSettings
-from ddprun.engine.sequence import Moment
+from ddprun.engine.stage_actions import ActionPhase
 from ddprun.explain.explain import Explanation, PlannedExchange, StageExplanation
 from ddprun.explain.model_probe import WorldShape
 from ddprun.explain.traffic import Bucket, Leg
-from ddprun.predict.costs import PARTS_WITHOUT_EXCHANGE, Costs, LastRankLateness, LinearCost, StageCosts
+from ddprun.predict.costs import PARTS_WITHOUT_EXCHANGE, LastRankLateness, LinearCost, RunCosts, StageCosts
 from ddprun.predict.links import LinkLevel, Links
-from ddprun.predict.timeline import (
+from ddprun.predict.step_simulator import (
     MAX_SIMULATED_ROUNDS,
     AwaitTransfers,
     BucketTransfer,
     Compute,
+    HostResources,
     Instruction,
     LastRankWait,
-    Machine,
     SimulatedCollective,
     SimulatedStep,
     StepSimulator,
@@ -57,7 +57,7 @@ _MAX_HOOK_SHARE = 0.8  # of what a process computes for an exchange: their times
 _HALVINGS = 24
 
 _KeyT = TypeVar("_KeyT")
-_MeasuredStages = Sequence[tuple[StageExplanation, StageCosts]]
+_StagesWithCosts = Sequence[tuple[StageExplanation, StageCosts]]
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class StackCosts:
     wake_us: float = 0.0  # from a message's arrival until a thread works on it
 
 
-def _collective_of(
+def _simulated_collective(
     leg: Leg, hosts: int, stack: StackCosts, queue: str = "", *, on_cpu: bool, drifted: bool = False
 ) -> SimulatedCollective:
     """The collective of a leg; `drifted`: all ranks of a host may be later than those of another."""
@@ -103,7 +103,7 @@ def _collective_of(
         # Where a host has several ranks, a ring enters it at one and leaves it at another. If the first
         # is late, it says that it is ready behind the two pieces that the other has sent meanwhile. It
         # is then late in the next step, too, so this always counts.
-        blocking_bytes=leg.bytes / leg.ranks if leg.op == "all_reduce" and leg.ranks > hosts else 0.0,
+        queued_ahead_bytes=leg.bytes / leg.ranks if leg.op == "all_reduce" and leg.ranks > hosts else 0.0,
     )
 
 
@@ -179,7 +179,7 @@ class CostModel:
     """Predicts steps from what a run has measured (`fit_cost_model`)."""
 
     on_cpu: bool
-    own_work_us: Mapping[bool, Mapping[str, float]]
+    micro_step_us_by_ddp: Mapping[bool, Mapping[str, float]]
     """Of each part of a micro-step, on a core that it has to itself: with DDP around the model, and without,
     as in a stage that sends no gradients."""
 
@@ -200,9 +200,9 @@ class CostModel:
         if stack is None:
             known = self.stacks.get(_hook_stack_id(stage), self.default_stack)
             stack = known if _sends_anything(stage) else StackCosts()
-        machine = self.machine(world, links)
+        machine = self.host_resources(world, links)
         instructions = _InstructionGenerator(self, stage, world, stack, machine)
-        simulator, delay = StepSimulator(machine), settings_of(stage).plan.overlap_steps
+        simulator, delay = StepSimulator(machine), step_settings(stage).plan.overlap_steps
         by_step = {step: pattern for pattern in stage.patterns for step in pattern.steps}
         silent: dict[int, SimulatedStep] = {}  # by pattern: before and after it nothing is under way
         cycle: list[SimulatedStep] = []
@@ -214,23 +214,25 @@ class CostModel:
         for number in range(1, last + delay + 1):
             pattern = by_step[(number - 1) % stage.cycle + 1]
             steps_since_exchange += 1
-            idle, has_exchange = simulator.idle, bool(pattern.exchanges)
+            idle, has_exchange = simulator.has_no_active_transfers, bool(pattern.exchanges)
             step = silent.get(id(pattern)) if idle and not has_exchange else None
             if step is None:
-                step = simulator.simulate_step(instructions.of_step(pattern.exchanges, steps_since_exchange))
-                if idle and simulator.idle:
+                step = simulator.simulate_step(
+                    instructions.step_instructions(pattern.exchanges, steps_since_exchange)
+                )
+                if idle and simulator.has_no_active_transfers:
                     silent[id(pattern)] = step
             if has_exchange:
                 steps_since_exchange = 0
                 last_exchange_step = step if number <= last else last_exchange_step
             if first <= number <= last:
                 cycle.append(step)
-        alone = StepSimulator(machine).simulate_step(instructions.of_step((), 1))
+        alone = StepSimulator(machine).simulate_step(instructions.step_instructions((), 1))
         return StepPrediction(
             step_us=sum(step.step_us for step in cycle) / len(cycle),
-            parts_us=_means([step.parts_us for step in cycle]),
-            waits_us=_means([step.waits_us for step in cycle]),
-            links_busy_us=_means([step.links_busy_us for step in cycle]),
+            parts_us=_means_by_key([step.parts_us for step in cycle]),
+            waits_us=_means_by_key([step.waits_us for step in cycle]),
+            links_busy_us=_means_by_key([step.links_busy_us for step in cycle]),
             host_sends_bytes=_host_bytes_per_step(stage, world.hosts),
             without_exchange_us=alone.step_us,
             cores_contended=machine.core_share() < 1,
@@ -242,10 +244,10 @@ class CostModel:
         """Whether the run had steps with the stage's hooks."""
         return not _sends_anything(stage) or _hook_stack_id(stage) in self.stacks
 
-    def machine(self, world: WorldShape, links: Links) -> Machine:
+    def host_resources(self, world: WorldShape, links: Links) -> HostResources:
         """What the ranks of a world share."""
         workers = 2 if self.on_cpu else 1
-        return Machine(self.cores, world.ranks_per_host, links, workers, self.overlap_slowdown)
+        return HostResources(self.cores, world.ranks_per_host, links, workers, self.overlap_slowdown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,26 +258,26 @@ class _InstructionGenerator:
     stage: StageExplanation
     world: WorldShape
     stack: StackCosts  # of the stage's hooks
-    machine: Machine
+    machine: HostResources
 
-    def of_step(
+    def step_instructions(
         self, exchanges: Sequence[PlannedExchange], steps_since_exchange: int
     ) -> Iterator[Instruction]:
-        settings, trains = settings_of(self.stage), self.stage.stage.name == "train"
+        settings, trains = step_settings(self.stage), self.stage.stage.name == "train"
         delay = settings.plan.overlap_steps
-        work = self.model.own_work_us[settings.plan.gradients is not None]
-        moments: tuple[Moment, ...] = ("before_forward", "backward", "after_step")
+        work = self.model.micro_step_us_by_ddp[settings.plan.gradients is not None]
+        moments: tuple[ActionPhase, ...] = ("before_forward", "backward", "after_step")
         before, backward, after = ([one for one in exchanges if one.moment == at] for at in moments)
         for micro in range(settings.accumulate):
             yield Compute(work["data_us"], "data_us")
             if before and micro == 0:
-                yield from self._send(before, "buffers", 0.0)
+                yield from self._send_instructions(before, "buffers", 0.0)
                 yield AwaitTransfers("buffers")
             yield Compute(work["forward_us"], "forward_us")
             if trains and micro < settings.accumulate - 1:
                 yield Compute(work["backward_us"], "backward_us")
         if trains:
-            yield from self._backward(backward, work["backward_us"])
+            yield from self._backward_instructions(backward, work["backward_us"])
         yield Compute(work["optimizer_us"], "optimizer_us")
         if delay:
             yield AwaitTransfers("sync", delay)
@@ -283,19 +285,21 @@ class _InstructionGenerator:
             nbytes = sum(bucket.bytes for exchange in after for bucket in exchange.buckets)
             yield Compute(_CHANGE_US * nbytes, "sync_us")
             late_us = self._last_rank_wait_us(steps_since_exchange)
-            yield from self._send(after, "sync", late_us)
+            yield from self._send_instructions(after, "sync", late_us)
         if after and not delay:
             yield AwaitTransfers("sync")
         yield Compute(work["sync_us"] + work["other_us"], "sync_us")
 
-    def _send(
+    def _send_instructions(
         self, exchanges: Sequence[PlannedExchange], queue: str, late_us: float
     ) -> Iterator[Instruction]:
         for exchange in exchanges:
             for bucket in exchange.buckets:
-                yield self._transfer(exchange, bucket, queue, late_us)
+                yield self._bucket_transfer(exchange, bucket, queue, late_us)
 
-    def _backward(self, exchanges: Sequence[PlannedExchange], whole_us: float) -> Iterator[Instruction]:
+    def _backward_instructions(
+        self, exchanges: Sequence[PlannedExchange], whole_us: float
+    ) -> Iterator[Instruction]:
         late_us, done = self._last_rank_wait_us(1), 0.0
         shares = self.model.gradient_ready_shares
         for exchange in exchanges:
@@ -304,7 +308,7 @@ class _InstructionGenerator:
                 if ready > done:
                     yield Compute(whole_us * (ready - done), "backward_us")
                     done = ready
-                yield self._transfer(exchange, bucket, "gradient", late_us)
+                yield self._bucket_transfer(exchange, bucket, "gradient", late_us)
         yield Compute(whole_us * (1 - done), "backward_us")
         yield AwaitTransfers("gradient")
 
@@ -313,7 +317,7 @@ class _InstructionGenerator:
         late_us = self.model.lateness.expected_us(steps_since_exchange, self.world.ranks)
         return late_us * self.machine.core_share()
 
-    def _transfer(
+    def _bucket_transfer(
         self, exchange: PlannedExchange, bucket: Bucket, queue: str, late_us: float
     ) -> BucketTransfer:
         """The transfer of a bucket, through the stage's hooks or past them."""
@@ -328,25 +332,25 @@ class _InstructionGenerator:
             if index < len(legs):
                 name, drifted = f"{queue} {index}", queue == "sync"
                 leg, hosts = legs[index], self.world.hosts
-                collective = _collective_of(leg, hosts, stack, name, on_cpu=on_cpu, drifted=drifted)
-                phases.append(replace(collective, apart_us=late_us))
+                collective = _simulated_collective(leg, hosts, stack, name, on_cpu=on_cpu, drifted=drifted)
+                phases.append(replace(collective, start_spread_us=late_us))
         return BucketTransfer(f"{exchange.route.kind} {bucket.bucket}", tuple(phases), queue, on_cpu)
 
 
-def _means(times_us: Sequence[Mapping[_KeyT, float]]) -> dict[_KeyT, float]:
+def _means_by_key(times_us: Sequence[Mapping[_KeyT, float]]) -> dict[_KeyT, float]:
     """Of steps' times by key; what a step lacks counts as 0."""
     keys = dict.fromkeys(key for one in times_us for key in one)
     return {key: sum(one.get(key, 0.0) for one in times_us) / len(times_us) for key in keys}
 
 
-def settings_of(stage: StageExplanation) -> StepStageSettings:
+def step_settings(stage: StageExplanation) -> StepStageSettings:
     assert stage.settings is not None, "only stages with steps are simulated"
     return stage.settings
 
 
 def _hook_stack_id(stage: StageExplanation) -> str:
     """What tells a stage's stack of hooks from another."""
-    return repr(settings_of(stage).hook_specs)
+    return repr(step_settings(stage).hook_specs)
 
 
 def _sends_anything(stage: StageExplanation) -> bool:
@@ -363,7 +367,7 @@ def _host_bytes_per_step(stage: StageExplanation, hosts: int) -> float:
     )
 
 
-def fit_cost_model(explained: Explanation, costs: Costs, links: Links) -> CostModel:
+def fit_cost_model(explained: Explanation, costs: RunCosts, links: Links) -> CostModel:
     """The cost model of a run, explained for the ranks that it ran on; `links`: those that it had. The run
     has a stage in which nothing is sent, and stages with the stacks of hooks in question.
 
@@ -374,14 +378,14 @@ def fit_cost_model(explained: Explanation, costs: Costs, links: Links) -> CostMo
     all_stages = zip(explained.stages, costs.stages, strict=True)
     pairs = [(stage, found) for stage, found in all_stages if stage.settings is not None and found.steps]
     silent = [pair for pair in pairs if not _sends_anything(pair[0])] or pairs
-    with_ddp = [pair for pair in silent if settings_of(pair[0]).plan.gradients is not None]
-    without_ddp = [pair for pair in silent if settings_of(pair[0]).plan.gradients is None]
-    share = Machine(costs.cores, world.ranks_per_host, links).core_share() if on_cpu else 1.0
+    with_ddp = [pair for pair in silent if step_settings(pair[0]).plan.gradients is not None]
+    without_ddp = [pair for pair in silent if step_settings(pair[0]).plan.gradients is None]
+    share = HostResources(costs.cores, world.ranks_per_host, links).core_share() if on_cpu else 1.0
     own_work_us = {
         True: _micro_step_us_by_part(with_ddp or without_ddp, share, on_cpu=on_cpu),
         False: _micro_step_us_by_part(without_ddp or with_ddp, share, on_cpu=on_cpu),
     }
-    times = [(found.cpu_us, sum(found.parts.values())) for _, found in with_ddp or without_ddp]
+    times = [(found.cpu_us, sum(found.parts_us.values())) for _, found in with_ddp or without_ddp]
     # That a rank keeps busy in a step without exchange.
     threads = max([1.0, *(cpu_us / own_us for cpu_us, own_us in times if own_us > 0)])
     ready_shares = dict[str, float]()
@@ -392,16 +396,16 @@ def fit_cost_model(explained: Explanation, costs: Costs, links: Links) -> CostMo
     lateness = LastRankLateness([rank for ranks in us_by_rank for rank in ranks])
     by_key = defaultdict[str, list[tuple[StageExplanation, StageCosts]]](list)
     for stage, found in pairs:
-        if _sends_anything(stage) and stage.cycle == 1 and settings_of(stage).plan.gradients == "all":
+        if _sends_anything(stage) and stage.cycle == 1 and step_settings(stage).plan.gradients == "all":
             by_key[_hook_stack_id(stage)].append((stage, found))
     slowdown = 1.0
     if not on_cpu and by_key and (alone := own_work_us[True]["backward_us"]):
-        longer = [found.parts["backward_us"] for alike in by_key.values() for _, found in alike]
+        longer = [found.parts_us["backward_us"] for alike in by_key.values() for _, found in alike]
         slowdown = max(1.0, sum(longer) / len(longer) / alone)
     cores = costs.cores if on_cpu else math.inf
     model = CostModel(on_cpu, own_work_us, ready_shares, lateness, cores, slowdown)
     stacks = {
-        key: _fit_stack(model, world, links, alike[0][0], [found for _, found in alike], threads)
+        key: _fit_stack_costs(model, world, links, alike[0][0], [found for _, found in alike], threads)
         for key, alike in by_key.items()
     }
     default = stacks.get("[]") or next(iter(stacks.values()), StackCosts())
@@ -409,25 +413,25 @@ def fit_cost_model(explained: Explanation, costs: Costs, links: Links) -> CostMo
     return replace(model, stacks=stacks, default_stack=default)
 
 
-def _micro_step_us_by_part(pairs: _MeasuredStages, core_share: float, *, on_cpu: bool) -> dict[str, float]:
+def _micro_step_us_by_part(pairs: _StagesWithCosts, core_share: float, *, on_cpu: bool) -> dict[str, float]:
     """The time of each part of a micro-step, in microseconds on a core that it has to itself."""
     work, steps = dict.fromkeys(PARTS_WITHOUT_EXCHANGE, 0.0), sum(found.steps for _, found in pairs)
     for stage, found in pairs:
-        share, own_us, times = core_share, sum(found.parts.values()), _part_counts(stage)
+        share, own_us, times = core_share, sum(found.parts_us.values()), _part_counts_per_step(stage)
         if on_cpu and found.cpu_us and own_us > 0 and not _sends_anything(stage):
             share = min(1.0, found.cpu_us / own_us)  # with threads of its own, a rank computes for longer
         for part in PARTS_WITHOUT_EXCHANGE:
-            work[part] += share * found.parts[part] * found.steps / times[part] / steps
+            work[part] += share * found.parts_us[part] * found.steps / times[part] / steps
     return work
 
 
-def _part_counts(stage: StageExplanation) -> dict[str, int]:
+def _part_counts_per_step(stage: StageExplanation) -> dict[str, int]:
     """How often each part comes in a step."""
-    accumulate = settings_of(stage).accumulate
+    accumulate = step_settings(stage).accumulate
     return {part: accumulate if part in _MICRO_STEP_PARTS else 1 for part in PARTS_WITHOUT_EXCHANGE}
 
 
-def _fit_stack(
+def _fit_stack_costs(
     model: CostModel,
     world: WorldShape,
     links: Links,
@@ -437,16 +441,22 @@ def _fit_stack(
 ) -> StackCosts:
     """What hooks and collectives of a stage's stack cost, from all stages of the run with it."""
     steps = sum(one.steps for one in found)
-    share = model.machine(world, links).core_share()
+    share = model.host_resources(world, links).core_share()
     stack = StackCosts()
     points = defaultdict[int, list[tuple[float, float]]](list)  # by the hook's place
-    for nbytes, hook_times_us in (bucket for one in found for bucket in one.buckets):
+    for nbytes, hook_times_us in (bucket for one in found for bucket in one.bucket_bytes_and_hook_us):
         for place, us in enumerate(hook_times_us):
             points[place].append((nbytes, us * share))
     stack.hook_costs = list(map(LinearCost.fit, points.values()))
     buckets = [bucket for _, exchange, bucket in stage.step_buckets() if exchange.route.uses_hooks]
     if model.on_cpu and all(one.cpu_us for one in found):
-        own = sum(us * _part_counts(stage)[part] for part, us in model.own_work_us[True].items()) * threads
+        own = (
+            sum(
+                us * _part_counts_per_step(stage)[part]
+                for part, us in model.micro_step_us_by_ddp[True].items()
+            )
+            * threads
+        )
         left = max(0.0, sum(one.cpu_us * one.steps for one in found) / steps - own)
         hooks = sum(cost.at(bucket.bytes) for bucket in buckets for cost in stack.hook_costs)
         if hooks > _MAX_HOOK_SHARE * left:
@@ -454,7 +464,7 @@ def _fit_stack(
             stack.hook_costs = [LinearCost(part * one.base, part * one.slope) for one in stack.hook_costs]
             hooks *= part
         legs = [leg for bucket in buckets for leg in bucket.legs]
-        collectives = sum(_collective_of(leg, world.hosts, stack, on_cpu=True).work_us for leg in legs)
+        collectives = sum(_simulated_collective(leg, world.hosts, stack, on_cpu=True).work_us for leg in legs)
         stack.collective_factor = (left - hooks) / collectives if collectives else 1.0
     measured = sum(one.step_us * one.steps for one in found) / steps
     low, high = 0.0, measured

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from ddprun_hooks.buckets import TensorBuckets
 from ddprun_hooks.comm import groups
-from ddprun_hooks.comm.control import ControlChannel
+from ddprun_hooks.comm.collective_observer import NULL_OBSERVER, CollectiveObserver, observed_wait
+from ddprun_hooks.comm.control_channel import ControlChannel
 from ddprun_hooks.comm.gpu import GpuStreams
-from ddprun_hooks.comm.observer import NULL_OBSERVER, CollectiveObserver, observed_wait
 from ddprun_hooks.comm.trace import BucketTrace
+from ddprun_hooks.comm_queue import CommQueue, GpuCommQueue, HostCommQueue
 from ddprun_hooks.payload import Payload
-from ddprun_hooks.queue import CommQueue, HostCommQueue, StreamQueue
 from ddprun_hooks.stack import Stack, broadcast_stack
 
 BROADCAST_BUCKET_BYTES = 25 << 20
@@ -28,7 +28,7 @@ ALL_RANKS: groups.GroupRequirements = MappingProxyType({groups.GroupRequirement(
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class CommContext:
     """Everything over which the ranks exchange; made once, before the first step, by all ranks together."""
 
     gradient_queue: CommQueue  # for gradient buckets
@@ -51,7 +51,7 @@ class Exchange:
         plain: groups.GroupRequirements = ALL_RANKS,
         timeout: timedelta,
         observer: CollectiveObserver = NULL_OBSERVER,
-    ) -> "Exchange":
+    ) -> "CommContext":
         """Make all process groups. Every rank of the default group has to call this, with equal arguments
         but for its own rank.
 
@@ -81,14 +81,14 @@ class Exchange:
             timeout.total_seconds(),
             observer,
             # A stream keeps collectives in order: there, one process group can serve every round.
-            shares_process_groups=shares_process_groups,
+            one_group_for_all_rounds=shares_process_groups,
         )
 
         def queue(
             name: str, requirements: groups.GroupRequirements, existing: Sequence[Any] = ()
         ) -> CommQueue:
             world = factory.make_group(name, requirements, existing)
-            return HostCommQueue(world) if gpu is None else StreamQueue(world, gpu)
+            return HostCommQueue(world) if gpu is None else GpuCommQueue(world, gpu)
 
         return cls(
             gradient_queue=queue("world", gradients),
@@ -101,7 +101,7 @@ class Exchange:
     def set_detailed_timing(self, detailed: bool) -> None:
         """Whether buckets on a GPU take timestamps of all that they do from now on."""
         for queue in (self.gradient_queue, self.delta_queue, self.plain_queue):
-            if isinstance(queue, StreamQueue):
+            if isinstance(queue, GpuCommQueue):
                 queue.detailed_timing = detailed
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:

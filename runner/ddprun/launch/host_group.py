@@ -17,9 +17,9 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from ddprun import EXIT_FAILURE
 from ddprun.host.network import host_and_port, resolve_addresses
-from ddprun.launch.flags import rendezvous_parameters, silence_torchelastic, torchrun_args
+from ddprun.launch.flags import parse_torchrun_flags, rendezvous_parameters, silence_torchelastic
 from ddprun.launch.launcher import Flags, flag_or_variable
-from ddprun.launch.rendezvous import make_handler
+from ddprun.launch.rendezvous import make_rendezvous_handler
 from ddprun.standard_streams import say
 
 CHECK_HOST_ADVICE = "check that host and the link to it"
@@ -36,12 +36,12 @@ class HostsError(RuntimeError):
         self.advice = advice
 
 
-def lost_contact(found: str) -> HostsError:
+def lost_contact_error(found: str) -> HostsError:
     """The error for hosts that were there and do not answer any more."""
     return HostsError(f"lost contact between the hosts: {found}", CHECK_HOST_ADVICE)
 
 
-def first_line(error: BaseException) -> str:
+def error_first_line(error: BaseException) -> str:
     """The first line of what an error says; its name if it says nothing."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
@@ -66,9 +66,9 @@ class HostGroup:
                 with exit_on_timeout(_STORE_TIMEOUT_S):
                     return [json.loads(self.store.get(one)) for one in names]
         except RuntimeError as error:  # the store's
-            raise lost_contact(first_line(error)) from None
+            raise lost_contact_error(error_first_line(error)) from None
         late = ", ".join(names[one] for one in missing)
-        raise lost_contact(f"{late} did not answer within {within_s:g} s ({key})")
+        raise lost_contact_error(f"{late} did not answer within {within_s:g} s ({key})")
 
 
 def wait_for_keys(store: Store, keys: list[str], within_s: float = math.inf) -> list[str]:
@@ -118,7 +118,7 @@ def join_rendezvous(flags: Flags, timeout_s: float, purpose: str) -> tuple[Rende
     silence_torchelastic()
     hosts = (flag_or_variable(flags, "nnodes") or "1").rpartition(":")[2]
     given = {**flags, "nproc_per_node": "1", "max_restarts": "0", "nnodes": hosts}
-    config, _, _ = torchrun.config_from_args(torchrun_args(given, ["-m", "ddprun"]))
+    config, _, _ = torchrun.config_from_args(parse_torchrun_flags(given, ["-m", "ddprun"]))
     config.run_id = f"{config.run_id}-{purpose}"
     static = config.rdzv_backend == "static"
     limits: dict[str, Any] = {"timeout": round(timeout_s)}
@@ -134,10 +134,10 @@ def join_rendezvous(flags: Flags, timeout_s: float, purpose: str) -> tuple[Rende
             "add it to /etc/hosts or to the name service, or write an address",
         )
     try:
-        handler = make_handler(parameters)
+        handler = make_rendezvous_handler(parameters)
         return handler, handler.next_rendezvous()
     except (DistError, RendezvousError) as error:
-        why = first_line(error.__cause__ or error)
+        why = error_first_line(error.__cause__ or error)
         raise HostsError(
             f"not all of the {hosts} hosts reached {parameters.endpoint} within {timeout_s:g} s ({why})",
             f"start the same command on all {hosts} hosts within this time (--timeout SECONDS gives more); "

@@ -1,10 +1,10 @@
 """Turns the marks of steps into times and records.
 
 A running step only appends to its `StepMarks`: marks, losses and bucket traces. Once steps are over,
-`resolve_steps` reads the marks of many of them at once. When it is known when all ranks had each bucket ready
-(`control_message.py`), `split_exposed_time` splits the time in which this rank waited into `exposed_hook_us`,
-`exposed_wait_us` and `exposed_wire_us`. `step_records` and `bucket_record` make records of the result, whose
-fields `docs/records.md` explains.
+`resolve_step_marks` reads the marks of many of them at once. When it is known when all ranks had each bucket
+ready (`control_message.py`), `split_exposed_time` splits the time in which this rank waited into
+`exposed_hook_us`, `exposed_wait_us` and `exposed_wire_us`. `step_records` and `bucket_record` make records of
+the result, whose fields `docs/records.md` explains.
 
 Many steps are read at once, as arrays with a row for each, since Python code that runs once in a step costs
 several times what it costs in a loop: the model has pushed it out of the processor's caches in between. Each
@@ -26,7 +26,7 @@ from ddprun.telemetry.clock import Clock
 from ddprun.telemetry.records import (
     OWN_PARTS,
     PARTS,
-    VERSION,
+    RECORDS_VERSION,
     BucketRecord,
     CollectiveRecord,
     MachineRecord,
@@ -41,7 +41,7 @@ _COLUMN = {part: column for column, part in enumerate((*PARTS, ""))}
 _BACKWARD, _SYNC = _COLUMN["backward_us"], _COLUMN["sync_us"]
 _HOOK, _WAIT, _WIRE = (_COLUMN[f"exposed_{part}_us"] for part in ("hook", "wait", "wire"))
 _MAX_LAPS = 400  # of a step, in its record
-_LAPS = {part: part.removesuffix("_us") for part in (*PARTS, "")}
+_LAP_NAMES = {part: part.removesuffix("_us") for part in (*PARTS, "")}
 _OWN_COLUMNS = [_HOOK if part == "hook_us" else _COLUMN[part] for part in OWN_PARTS]
 
 
@@ -76,7 +76,7 @@ class NonBackwardExchanges:
     sent: list[BucketTrace[Any]] = field(default_factory=list)  # some may still be in flight
     completed: list[BucketTrace[Any]] = field(default_factory=list)  # maybe sent in an earlier step
     waits: list[tuple[Any, Any]] = field(default_factory=list)
-    """When the training thread only waited: marks, from and to, of `ParameterExchanger`."""
+    """When the training thread only waited: marks, from and to, of `TensorExchanger`."""
 
 
 class MicroBatchNumbers(NamedTuple):
@@ -104,7 +104,7 @@ class StepMarks:
     traces end."""
 
     gradient_marks: Mapping[str, Any] | None = None  # marks of complete gradients; None: not measured
-    sync: NonBackwardExchanges | None = None
+    non_backward_exchanges: NonBackwardExchanges | None = None
     exchanged: bool = True  # ranks exchanged something in it; alike on all of them
     cpu_us: int = 0  # processor time of this process, all threads
     requests: int = 0  # of this rank: a sum of `control_message.STOP` and the like
@@ -122,7 +122,7 @@ class ResolvedSteps:
     parts: list[str]  # as in `StepMarks`, of all steps
     times: list[int]  # of the marks
     durations: IntArray  # from the mark before to each mark
-    bounds: list[int]  # where each step's marks begin, and where the last one's end
+    mark_bounds: list[int]  # where each step's marks begin, and where the last one's end
     step_us: list[int]
     parts_us: IntArray
     """Shape (steps, parts); exposed communication is in backward and sync until `split_exposed_time`."""
@@ -133,7 +133,7 @@ class ResolvedSteps:
     waits: Intervals  # in which the training thread only waited, by section
     waited_us: IntArray  # sums of `waits`, shape (sections,)
     in_hooks_us: IntArray  # time of hooks on the training thread, shape (sections,)
-    sums: FloatArray
+    weighted_sums: FloatArray
     """This rank's loss and the numbers beside it, summed over what counts in a step, then how much that is;
     shape (steps, 2 * numbers)."""
 
@@ -174,21 +174,23 @@ def loss_of(means: Sequence[float | None], turns: Sequence[int]) -> float | None
     return sum(known) if len(known) == len(turns) else None
 
 
-def resolve_steps(steps: list[StepMarks], clock: Clock, *, every: int, numbers: int = 1) -> ResolvedSteps:
+def resolve_step_marks(
+    steps: list[StepMarks], clock: Clock, *, every: int, numbers: int = 1
+) -> ResolvedSteps:
     """Read the marks of steps that are over; waits for those that the device has not passed.
 
     There is at least one step; the steps' traces are taken out. The clock measures later marks from the last
     step's end. Gradient times are read for every n-th step (`every`).
     """
     count = len(steps)
-    times = clock.times([mark for step in steps for mark in step.marks])
+    times = clock.marks_to_us([mark for step in steps for mark in step.marks])
     parts = [part for step in steps for part in step.parts]
     bounds = [0, *accumulate(len(step.marks) for step in steps)]
     durations = np.array(times)
     durations[1:] -= durations[:-1].copy()
     cells = np.repeat(np.arange(0, count * len(_COLUMN), len(_COLUMN)), np.diff(bounds))
     cells += [_COLUMN[part] for part in parts]
-    parts_us = _sums(cells, durations, count * len(_COLUMN)).reshape(count, -1)
+    parts_us = _sum_by_index(cells, durations, count * len(_COLUMN)).reshape(count, -1)
 
     backward = list(clock.read_traces([trace for step in steps for trace in step.traces]))
     ready = [trace.ready for trace in backward]
@@ -213,15 +215,15 @@ def resolve_steps(steps: list[StepMarks], clock: Clock, *, every: int, numbers: 
             first = end
         assert first == step_end, "gradients were exchanged in backward passes that ended"
         step.traces = []
-        if step.sync is not None:
+        if step.non_backward_exchanges is not None:
             section += 1
-            completed = clock.read_traces(step.sync.completed)
+            completed = clock.read_traces(step.non_backward_exchanges.completed)
             sections += [section] * len(completed)
             traces += completed
-            for trace in step.sync.sent:  # those that are still in flight cannot be read
+            for trace in step.non_backward_exchanges.sent:  # those that are still in flight cannot be read
                 in_hooks += (section, clock.training_thread_hook_us(trace))
-            for start, until in step.sync.waits:
-                waits += (section, clock.us(start), clock.us(until))
+            for start, until in step.non_backward_exchanges.waits:
+                waits += (section, clock.mark_to_us(start), clock.mark_to_us(until))
     work = list[int]()
     for section, trace in zip(sections, traces, strict=True):
         for span in trace.spans:
@@ -231,7 +233,7 @@ def resolve_steps(steps: list[StepMarks], clock: Clock, *, every: int, numbers: 
 
     read_finding_codes(traces)
     gradient_times = [
-        {name: clock.us(mark) for name, mark in step.gradient_marks.items()}
+        {name: clock.mark_to_us(mark) for name, mark in step.gradient_marks.items()}
         if step.gradient_marks and step.number % every == 0
         else {}
         for step in steps
@@ -244,16 +246,16 @@ def resolve_steps(steps: list[StepMarks], clock: Clock, *, every: int, numbers: 
         parts=parts,
         times=times,
         durations=durations,
-        bounds=bounds,
+        mark_bounds=bounds,
         step_us=[times[end - 1] - times[first] for first, end in pairwise(bounds)],
         parts_us=parts_us[:, : len(PARTS)],
         traces=traces,
         trace_times=TraceTimes.from_traces(sections, traces),
         hook_work=Intervals(*_as_columns(work, 3)),
         waits=waiting,
-        waited_us=_sums(waiting.section, waiting.end - waiting.start, 2 * count),
-        in_hooks_us=_sums(hooks_section, hooks_us, 2 * count),
-        sums=sums,
+        waited_us=_sum_by_index(waiting.section, waiting.end - waiting.start, 2 * count),
+        in_hooks_us=_sum_by_index(hooks_section, hooks_us, 2 * count),
+        weighted_sums=sums,
         means=means_of(sums),
         samples=[sum(one.samples for one in step.micro_batches) for step in steps],
         gradient_times=gradient_times,
@@ -283,8 +285,8 @@ def split_exposed_time(resolved: ResolvedSteps, all_ready_us: FloatArray) -> Int
         # Once all ranks have all buckets of a section ready, what is left of its waiting is the wire's.
         after = Intervals(np.arange(count), last_ready, np.full(count, waits.end.max()))
         moving = Intervals(*map(np.concatenate, zip(work, on_wire, after, strict=True)))
-        in_hooks = _sums(waits.section, union_overlap_us(work, waits), count)
-        while_moving = _sums(waits.section, union_overlap_us(moving, waits), count)
+        in_hooks = _sum_by_index(waits.section, union_overlap_us(work, waits), count)
+        while_moving = _sum_by_index(waits.section, union_overlap_us(moving, waits), count)
         hook += in_hooks
         left -= while_moving
         wire = while_moving - in_hooks
@@ -365,7 +367,7 @@ def _as_columns(numbers: Sequence[int], columns: int) -> IntArray:
     return np.array(numbers, dtype=np.int64).reshape(-1, columns).T
 
 
-def _sums(indices: IntArray, values: IntArray, count: int) -> IntArray:
+def _sum_by_index(indices: IntArray, values: IntArray, count: int) -> IntArray:
     """The sum of the values at each of `count` indices."""
     # In double precision: exact up to 2**53 microseconds, which are 285 years.
     return np.bincount(indices, values, count).astype(np.int64)
@@ -391,7 +393,7 @@ def step_records(
     ranks exchanged nothing. `turns`: as in `loss_of`.
     """
     steps, times, parts = resolved.steps, resolved.times, resolved.parts_us.tolist()
-    ended, durations = [_LAPS[part] for part in resolved.parts], resolved.durations.tolist()
+    ended, durations = [_LAP_NAMES[part] for part in resolved.parts], resolved.durations.tolist()
     all_ready = np.rint(all_ready_us).astype(np.int64).tolist()
     waits = np.stack(resolved.waits[1:], 1).tolist()
     # Where each step's entries begin in tables that are sorted by section, and where the last one's end.
@@ -405,11 +407,11 @@ def step_records(
         del resolved.traces[: end_trace - first_trace]
         if step.number % every:
             continue
-        first, end = resolved.bounds[row], resolved.bounds[row + 1]
+        first, end = resolved.mark_bounds[row], resolved.mark_bounds[row + 1]
         own, means = resolved.means[row], all_means[row]
         laps = [*zip(ended[first + 1 : end], durations[first + 1 : end], strict=True)]
         record = StepRecord(
-            v=VERSION,
+            v=RECORDS_VERSION,
             rank=rank,
             stage=step.stage,
             step=step.number,
@@ -480,7 +482,7 @@ def bucket_record(
         if leg.done is not None
     ]
     return BucketRecord(
-        v=VERSION,
+        v=RECORDS_VERSION,
         rank=rank,
         stage=stage,
         step=step,
@@ -532,7 +534,7 @@ def summary_fields(totals: Sequence[Mapping[str, float]], steps: int) -> dict[st
     }
 
 
-def totals_of_other_ranks(totals: Sequence[Sequence[float]], rank: int, ranks: int) -> list[float]:
+def totals_after_rank_change(totals: Sequence[Sequence[float]], rank: int, ranks: int) -> list[float]:
     """With what one of so many ranks goes on, after as many others as have `totals`. Counts are divided
     among the ranks: their sum stays. Times are the mean of the others': the mean over ranks stays.
     """

@@ -16,7 +16,7 @@ from ddprun_hooks.errors import format_ranks
 
 _PARAMS_SHOWN = 12
 _MAX_OTHER_WAITS_SHOWN = 3
-_DOCTOR = "run ddprun doctor on all hosts, with the flags of the run: it tests the links between them"
+_DOCTOR_ADVICE = "run ddprun doctor on all hosts, with the flags of the run: it tests the links between them"
 _ACTIVITIES_KEPT = 8  # of the ranks at fault
 
 # `late`: they have not come to the collective. `silent`: nobody can see whether they have. `circle`: they
@@ -99,7 +99,7 @@ def build_report(
     describe = partial(_describe_rank, host=host, statuses=statuses, peers=peers)
     step = f"step {own_status.step}" if own_status.step else ""
     where = ", ".join(part for part in (own_status.stage, step) if part)
-    head = headline(diagnosis, timeout_s)
+    head = diagnosis_headline(diagnosis, timeout_s)
     names = [param.name for param in pending.params]
     also_waits = [
         f"{_describe_collective(one)}, {' '.join(_contents_row(one))}"
@@ -112,7 +112,7 @@ def build_report(
         *((f"rank {one}", describe(one)) for one in diagnosis.ranks),
         ("waiting", format_ranks(waiting or [*statuses])),
         *(("also waits for", text) for text in also_waits),
-        *([("next step", _DOCTOR)] if diagnosis.cause == "network" and several_hosts else []),
+        *([("next step", _DOCTOR_ADVICE)] if diagnosis.cause == "network" and several_hosts else []),
     ]
     width = max(len(name) for name, _ in rows)
     lines = [f"ddprun: the run hangs ({where or 'before the first stage'}): {head}"]
@@ -164,7 +164,7 @@ def _contents_row(pending: WatchedCollective) -> tuple[str, str]:
     return "bucket", f"{pending.bucket} ({pending.kind}): {shown}"
 
 
-def headline(diagnosis: Diagnosis, timeout_s: float) -> str:
+def diagnosis_headline(diagnosis: Diagnosis, timeout_s: float) -> str:
     """The diagnosis in one line."""
     who = format_ranks(diagnosis.ranks)
     words: dict[HangCause, str] = {
@@ -192,7 +192,7 @@ def describe_activity(status: RankStatus) -> str:
     if status.waits and not status.is_unexpectedly_lifeless:
         wait = status.waits[0]
         text += f", and waits in {wait.op} {wait.number} of {wait.name} ({wait.what})"
-    return text + (f", at {status.at}" if status.at else "")
+    return text + (f", at {status.code_location}" if status.code_location else "")
 
 
 _RECORDERS = {

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from ddprun.doctor import Finding, Report
 from ddprun.doctor.host import examine_host
-from ddprun.host.network import NetworkError, host_of, is_this_host, public_warning
+from ddprun.host.network import NetworkError, host_of, is_this_host, public_address_warning
 from ddprun.host.processes import handle_signal_unless_ignored
 from ddprun.launch.launcher import (
     Flags,
@@ -19,7 +19,7 @@ from ddprun.launch.launcher import (
 from ddprun.standard_streams import say
 
 
-def run(flags: Flags, timeout_s: float) -> tuple[bool, Report | None]:
+def run_examination(flags: Flags, timeout_s: float) -> tuple[bool, Report | None]:
     """Examine this host, or all hosts of the launch, waiting so long for the others and for a collective;
     gives whether no problem was found, and the report, unless another host prints it. Raises LauncherError
     for flags, or variables of a launcher, that make no sense.
@@ -44,11 +44,11 @@ def run(flags: Flags, timeout_s: float) -> tuple[bool, Report | None]:
 
 
 def _run_on_all_hosts(own_report: Report, flags: Flags, timeout_s: float) -> tuple[bool, Report | None]:
-    from ddprun.doctor.hosts import RUN_AGAIN_ADVICE, examine_hosts
-    from ddprun.launch.meeting import HostsError, first_line, join_rendezvous, lost_contact
+    from ddprun.doctor.between_hosts import RUN_AGAIN_ADVICE, examine_hosts
+    from ddprun.launch.host_group import HostsError, error_first_line, join_rendezvous, lost_contact_error
 
-    endpoint = _endpoint(flags)
-    if warning := public_warning(endpoint):
+    endpoint = _rendezvous_endpoint(flags)
+    if warning := public_address_warning(endpoint):
         say(warning)
     try:
         handler, info = join_rendezvous(flags, timeout_s, "doctor")
@@ -61,8 +61,8 @@ def _run_on_all_hosts(own_report: Report, flags: Flags, timeout_s: float) -> tup
         found, do = str(error), "see `ip addr` and `ip route` there"
     except (OSError, RuntimeError) as error:  # the store's errors are RuntimeErrors
         timed_out = str(error).startswith("wait timeout")
-        why = f"not all of them answered within {timeout_s:g} s" if timed_out else first_line(error)
-        lost = lost_contact(why)
+        why = f"not all of them answered within {timeout_s:g} s" if timed_out else error_first_line(error)
+        lost = lost_contact_error(why)
         found, do = str(lost), f"{lost.advice}, or {RUN_AGAIN_ADVICE}"
     else:
         with suppress(Exception):  # the store may have ended with another process
@@ -76,7 +76,7 @@ def _run_on_all_hosts(own_report: Report, flags: Flags, timeout_s: float) -> tup
     return False, Report(own_report.hosts, [*own_report.findings, fault])
 
 
-def _endpoint(flags: Flags) -> str:
+def _rendezvous_endpoint(flags: Flags) -> str:
     """Where the rendezvous is; nothing where neither a flag nor a variable says."""
     address = flag_or_variable(flags, "master_addr")
     static = f"{address}:{flag_or_variable(flags, 'master_port') or '29500'}" if address else ""

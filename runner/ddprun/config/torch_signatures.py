@@ -43,13 +43,13 @@ _IGNORED_PARAMETERS: dict[TorchKind, frozenset[str]] = {
     "schedule": frozenset({"self", "optimizer", "last_epoch", "verbose"}),
     "loss": frozenset({"self", "size_average", "reduce", "reduction", "device", "dtype", "options"}),
 }
-_FUNCTIONS = {
+_LOSS_FUNCTION_NAMES = {
     "BCELoss": "binary_cross_entropy",
     "BCEWithLogitsLoss": "binary_cross_entropy_with_logits",
     "MultiLabelMarginLoss": "multilabel_margin_loss",
     "MultiLabelSoftMarginLoss": "multilabel_soft_margin_loss",
 }  # losses whose function has another name than the class
-_LENGTH_OPTIONS = ("T_max", "total_iters", "total_steps")
+_SCHEDULE_LENGTH_OPTIONS = ("T_max", "total_iters", "total_steps")
 
 
 @dataclass(frozen=True)
@@ -62,18 +62,18 @@ class TorchOption:
 
 def offered_class_names(kind: TorchKind) -> tuple[str, ...]:
     """Every class that a pipeline may name, in torch's spelling."""
-    return tuple(name for name in _classes(kind) if why_not_offered(kind, name) is None)
+    return tuple(name for name in _class_source_files(kind) if why_not_offered(kind, name) is None)
 
 
-def find_class(kind: TorchKind, name: str) -> str | None:
+def find_class_name(kind: TorchKind, name: str) -> str | None:
     """The class that a name means, offered or not: `cross_entropy` is `CrossEntropyLoss`. None: no class."""
     return _class_by_spelling(kind).get(normalize_name(name))
 
 
-def spellings(kind: TorchKind, name: str) -> tuple[str, ...]:
+def class_name_spellings(kind: TorchKind, name: str) -> tuple[str, ...]:
     """A class as files write it: in torch's spelling or in lower case, and a loss as its function, too."""
     parts = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
-    functions = (_FUNCTIONS.get(name, parts), parts.removesuffix("_loss")) if kind == "loss" else ()
+    functions = (_LOSS_FUNCTION_NAMES.get(name, parts), parts.removesuffix("_loss")) if kind == "loss" else ()
     return name, name.lower(), *functions
 
 
@@ -82,7 +82,7 @@ def why_not_offered(kind: TorchKind, name: str) -> str | None:
     """Why a class of torch is not offered; None if it is."""
     reason = _NOT_OFFERED[kind].get(name)
     if reason is None and kind == "loss":
-        forward = _method(_parse(_classes("loss")[name]), name, "forward")
+        forward = _find_method(_parse_source(_class_source_files("loss")[name]), name, "forward")
         taken = [argument.arg for argument in forward.args.args[1:]] if forward else []
         if len(taken) != 2:
             reason = f"it takes {', '.join(taken)}, and a loss here is called with (output, target)"
@@ -91,16 +91,19 @@ def why_not_offered(kind: TorchKind, name: str) -> str | None:
 
 @functools.cache
 def torch_options(kind: TorchKind, name: str) -> tuple[TorchOption, ...]:
-    """The options that a file can give a class that `find_class` returned."""
-    init = _method(_parse(_classes(kind)[name]), name, "__init__")
-    return _parameters(init, kind) if init else ()
+    """The options that a file can give a class that `find_class_name` returned."""
+    init = _find_method(_parse_source(_class_source_files(kind)[name]), name, "__init__")
+    return _options_of_init(init, kind) if init else ()
 
 
 @functools.cache
 def torch_options_model(kind: TorchKind, name: str) -> type[BaseModel]:
     """A pydantic model of the options of one class."""
     fields: dict[str, Any] = {
-        item.name: (_type_in_file(item.annotation), ... if item.required else _shown_default(kind, item))
+        item.name: (
+            _evaluate_annotation(item.annotation),
+            ... if item.required else _shown_default(kind, item),
+        )
         for item in torch_options(kind, name)
     }
     return create_model(name, __base__=Options, __doc__=f"{_docstring_summary(kind, name)}.", **fields)
@@ -108,7 +111,7 @@ def torch_options_model(kind: TorchKind, name: str) -> type[BaseModel]:
 
 def _shown_default(kind: TorchKind, option: TorchOption) -> Any:
     """A default for readers, torch takes its own: a value, or an expression such as `1.0 / 3` as written."""
-    if kind == "schedule" and option.name in _LENGTH_OPTIONS:
+    if kind == "schedule" and option.name in _SCHEDULE_LENGTH_OPTIONS:
         return "the stage's steps"
     try:
         value = ast.literal_eval(option.default)
@@ -125,23 +128,23 @@ class _Tuple:
 
 
 # What a file gives for the names in torch's annotations.
-_TYPES: dict[str, Any] = {kind.__name__: kind for kind in (float, int, bool, str, list)}
-_TYPES |= {"Literal": Literal, "tuple": _Tuple, "Iterable": list, "Tensor": list[float]}
+_NAMESPACE: dict[str, Any] = {kind.__name__: kind for kind in (float, int, bool, str, list)}
+_NAMESPACE |= {"Literal": Literal, "tuple": _Tuple, "Iterable": list, "Tensor": list[float]}
 # Those of torch 2.11.
-_TYPES |= {"Optional": Optional, "Union": Union, "Tuple": _Tuple, "List": list, "Sequence": list}
+_NAMESPACE |= {"Optional": Optional, "Union": Union, "Tuple": _Tuple, "List": list, "Sequence": list}
 
 
-def _type_in_file(annotation: str) -> Any:
+def _evaluate_annotation(annotation: str) -> Any:
     """The type of what a file can give for a parameter; Any if nobody knows the form of its annotation."""
     try:  # to evaluate torch's own source, which a run imports anyway
-        found = eval(annotation.replace("float | Tensor", "float"), {"__builtins__": {}}, _TYPES)
+        found = eval(annotation.replace("float | Tensor", "float"), {"__builtins__": {}}, _NAMESPACE)
     except (NameError, TypeError):
         return Any
     several = get_origin(found) in (Union, UnionType) and len(set(get_args(found)) - {NoneType}) > 1
-    return Annotated[found, WrapValidator(_number_or_list)] if several else found
+    return Annotated[found, WrapValidator(_validate_number_or_list)] if several else found
 
 
-def _number_or_list(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
+def _validate_number_or_list(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
     """One error for a union, where pydantic has one for each of its types."""
     try:
         return read(value)
@@ -151,10 +154,10 @@ def _number_or_list(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
 
 def length_option_to_fill(name: str, options: Mapping[str, Any]) -> str | None:
     """The option to fill with the stage's steps; None: `options` give a length, or the schedule has none."""
-    if options.keys() >= {"epochs", "steps_per_epoch"} or name not in _classes("schedule"):
+    if options.keys() >= {"epochs", "steps_per_epoch"} or name not in _class_source_files("schedule"):
         return None
     for parameter in torch_options("schedule", name):
-        if parameter.name in _LENGTH_OPTIONS:
+        if parameter.name in _SCHEDULE_LENGTH_OPTIONS:
             return None if options.get(parameter.name) is not None else parameter.name
     return None
 
@@ -166,17 +169,21 @@ def tensor_options(loss: str) -> frozenset[str]:
 
 @functools.cache
 def _class_by_spelling(kind: TorchKind) -> dict[str, str]:
-    return {normalize_name(one): name for name in _classes(kind) for one in spellings(kind, name)}
+    return {
+        normalize_name(one): name
+        for name in _class_source_files(kind)
+        for one in class_name_spellings(kind, name)
+    }
 
 
 @functools.cache
-def _classes(kind: TorchKind) -> dict[str, Path]:
+def _class_source_files(kind: TorchKind) -> dict[str, Path]:
     spec = find_spec("torch")
     assert spec is not None, "torch is not installed"
     assert spec.origin is not None
     folder = Path(spec.origin).parent
     if kind == "optimizer":
-        tree = _parse(folder / "optim" / "__init__.py")
+        tree = _parse_source(folder / "optim" / "__init__.py")
         return {
             alias.name: folder.joinpath(*node.module.split(".")[1:]).with_suffix(".py")
             for node in tree.body
@@ -187,18 +194,18 @@ def _classes(kind: TorchKind) -> dict[str, Path]:
     path = folder / ("optim/lr_scheduler.py" if kind == "schedule" else "nn/modules/loss.py")
     exported = next(
         node.value
-        for node in _parse(path).body
+        for node in _parse_source(path).body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
     )
     return {name: path for name in ast.literal_eval(exported) if name != "LRScheduler"}
 
 
 @functools.cache
-def _parse(path: Path) -> ast.Module:
+def _parse_source(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def _method(tree: ast.Module, name: str, method: str) -> ast.FunctionDef | None:
+def _find_method(tree: ast.Module, name: str, method: str) -> ast.FunctionDef | None:
     """A method of a class or of the nearest base in the same file."""
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     queue = [name]
@@ -213,7 +220,7 @@ def _method(tree: ast.Module, name: str, method: str) -> ast.FunctionDef | None:
     return None
 
 
-def _parameters(init: ast.FunctionDef, kind: TorchKind) -> tuple[TorchOption, ...]:
+def _options_of_init(init: ast.FunctionDef, kind: TorchKind) -> tuple[TorchOption, ...]:
     arguments = init.args
     positional = arguments.posonlyargs + arguments.args
     without_default = [None] * (len(positional) - len(arguments.defaults))
@@ -224,7 +231,7 @@ def _parameters(init: ast.FunctionDef, kind: TorchKind) -> tuple[TorchOption, ..
         annotation = ast.unparse(argument.annotation) if argument.annotation else "Any"
         if argument.arg in _IGNORED_PARAMETERS[kind] or "Callable" in annotation:
             continue
-        required = default is None and not (kind == "schedule" and argument.arg in _LENGTH_OPTIONS)
+        required = default is None and not (kind == "schedule" and argument.arg in _SCHEDULE_LENGTH_OPTIONS)
         source = ast.unparse(default) if default else ""
         found.append(TorchOption(argument.arg, annotation, required, source))
     return tuple(found)
@@ -233,7 +240,7 @@ def _parameters(init: ast.FunctionDef, kind: TorchKind) -> tuple[TorchOption, ..
 def _docstring_summary(kind: TorchKind, name: str) -> str:
     """The first sentence of the class's docstring, or of the text that is assigned to its `__doc__`."""
     text = ""
-    for node in _parse(_classes(kind)[name]).body:
+    for node in _parse_source(_class_source_files(kind)[name]).body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             text = ast.get_docstring(node) or text
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == f"{name}.__doc__":

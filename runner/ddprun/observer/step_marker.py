@@ -32,12 +32,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from ddprun.sync.exchanger import ParameterExchanger
+from ddprun.sync.exchanger import TensorExchanger
 from ddprun.telemetry.recorder import StepRecorder
 from ddprun.watchdog.rank_watchdog import RankWatchdog
+from ddprun_hooks.comm_context import BROADCAST_BUCKET_BYTES
 from ddprun_hooks.dispatcher import call_after_backward
 from ddprun_hooks.errors import HookSetupError
-from ddprun_hooks.exchange import BROADCAST_BUCKET_BYTES
 from ddprun_hooks.standalone import Handle
 
 _T = TypeVar("_T")
@@ -68,7 +68,7 @@ class EagerHook:
         return partial, (self._in_copy,)
 
 
-def _broadcast(_: object, buffers: Mapping[str, Tensor]) -> None:
+def _broadcast_buffers(_: object, buffers: Mapping[str, Tensor]) -> None:
     """What DDP itself does with the buffers of a model."""
     world = dist.distributed_c10d._get_default_group()
     dist._broadcast_coalesced(world, [*buffers.values()], BROADCAST_BUCKET_BYTES, 0)
@@ -79,7 +79,7 @@ def sends_buffers(model: DistributedDataParallel) -> bool:
     return bool(model.broadcast_buffers and model.modules_buffers) and not hasattr(model, "buffer_hook")
 
 
-def _is_per_sample(value: object) -> bool:
+def _has_entry_per_sample(value: object) -> bool:
     """Whether it is a list with an entry for each sample, such as the boxes of each image."""
     entries = value if isinstance(value, (list, tuple)) else ()
     return bool(entries) and all(isinstance(one, (str, Mapping)) for one in entries)
@@ -90,9 +90,9 @@ def _count_samples(inputs: Sequence[Any], options: Mapping[str, Any]) -> int:
     given = (*inputs, *options.values())
     if given and isinstance(given[0], Tensor):
         return given[0].shape[:1].numel()
-    leaves = [leaf for one in given for leaf in tree_leaves(one, _is_per_sample)]
+    leaves = [leaf for one in given for leaf in tree_leaves(one, _has_entry_per_sample)]
     sizes = (leaf.shape[:1].numel() for leaf in leaves if isinstance(leaf, Tensor))
-    return next(map(len, filter(_is_per_sample, leaves)), next(sizes, 1))
+    return next(map(len, filter(_has_entry_per_sample, leaves)), next(sizes, 1))
 
 
 class TimedLoader(Iterable[_T]):
@@ -157,7 +157,7 @@ class StepMarker:
         self._handle.on_backward = self._backward_begins
         if sends_buffers(model):
             before = _BufferCommHookLocation.PRE_FORWARD
-            model._register_buffer_comm_hook(None, EagerHook(self._send_buffers, _broadcast), before)
+            model._register_buffer_comm_hook(None, EagerHook(self._send_buffers, _broadcast_buffers), before)
 
     def detach(self) -> None:
         """End the running step, and watch no longer."""
@@ -237,13 +237,13 @@ class StepMarker:
     def _send_buffers(self, _: object, buffers: Mapping[str, Tensor]) -> None:
         """Overwrite the buffers with rank 0's, as DDP's own code does, which nobody can time or watch."""
         recorder, watchdog = self._recorder, self._watchdog
-        sync = recorder.sync
+        sync = recorder.non_backward_exchanges
         known: list[list[Any]] = [sync.sent, sync.completed, sync.waits]
         lengths = [len(entries) for entries in known]
         if self._in_forward:
             recorder.lap("forward_us")
             watchdog.set_phase(b"sync")
-        ParameterExchanger(self._handle.exchange, recorder, BROADCAST_BUCKET_BYTES).equalize(
+        TensorExchanger(self._handle.exchange, recorder, BROADCAST_BUCKET_BYTES).equalize(
             buffers, "buffers", source=0
         )
         if self._in_forward:

@@ -53,8 +53,8 @@ class SimulatedCollective:
     """Bytes that one side sends before the other may answer; counts only if ranks begin further apart than
     the link's latency. Of back-to-back collectives the largest counts."""
 
-    apart_us: float = 0.0  # how far apart ranks begin
-    blocking_bytes: float = 0.0
+    start_spread_us: float = 0.0  # how far apart ranks begin
+    queued_ahead_bytes: float = 0.0
     """Between hosts, the first message waits for this many of other ranks, or for as many as a queue holds.
     Of back-to-back collectives the largest counts."""
 
@@ -105,13 +105,13 @@ class SimulatedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class HostResources:
     """What ranks share."""
 
     cores: float  # of a host; infinite where each rank computes on a device of its own
     ranks_per_host: int
     links: Links
-    workers: int = 2  # collectives of one process group that run at once
+    collective_threads: int = 2  # collectives of one process group that run at once
     overlap_slowdown: float = 1.0
     """How much longer computation takes while something is under way, on a device of its own."""
 
@@ -142,7 +142,7 @@ class _ActiveTransfer:
 class StepSimulator:
     """Simulates steps one after the other; transfers in progress at the end of one go on in the next."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: HostResources) -> None:
         self._machine = machine
         self._now = 0.0
         self._link_free_us: dict[LinkLevel, float] = {"within": 0.0, "across": 0.0}  # from when on it is free
@@ -155,7 +155,7 @@ class StepSimulator:
         self._step = 0
 
     @property
-    def idle(self) -> bool:
+    def has_no_active_transfers(self) -> bool:
         """Whether nothing is under way."""
         return not self._active_transfers
 
@@ -165,7 +165,7 @@ class StepSimulator:
         for instruction in instructions:
             match instruction:
                 case Compute():
-                    self._compute(instruction, step)
+                    self._simulate_compute(instruction, step)
                 case BucketTransfer(name, phases):
                     times = TransferTimes(name, self._now - start)
                     step.transfers.append(times)
@@ -173,7 +173,7 @@ class StepSimulator:
                     own = phases[0] if phases and instruction.on_training_thread else None
                     if isinstance(own, Compute):
                         active.phase = 0
-                        self._compute(own, step)
+                        self._simulate_compute(own, step)
                     self._active_transfers.append(active)
                     self._enter_next_phase(active)
                     self._advance_transfer(active)
@@ -186,7 +186,7 @@ class StepSimulator:
         step.links_busy_us = {level: us - busy_before[level] for level, us in self._busy_us.items()}
         return step
 
-    def _compute(self, work: Compute, step: SimulatedStep) -> None:
+    def _simulate_compute(self, work: Compute, step: SimulatedStep) -> None:
         left = work.us
         while left > _EPSILON_US:
             left = self._advance_time(left, work.part, step)
@@ -257,16 +257,16 @@ class StepSimulator:
             if one.round == 1:
                 if all(other.round == 0 for other in self._active_transfers if other is not one):
                     self._lead_bytes[level] = 0.0
-                if collective.apart_us >= 1e6 * link.latency_s:
+                if collective.start_spread_us >= 1e6 * link.latency_s:
                     lead = collective.one_way_bytes
                 if level == "across":
-                    lead += min(collective.blocking_bytes, link.queue_bytes)
+                    lead += min(collective.queued_ahead_bytes, link.max_queued_bytes)
                 lead = max(0.0, lead - self._lead_bytes[level])
                 self._lead_bytes[level] += lead
             rounds_per_message = collective.rounds / collective.messages
-            busy = 1e6 * link.seconds(nbytes / collective.messages) / rounds_per_message
+            busy = 1e6 * link.transmission_seconds(nbytes / collective.messages) / rounds_per_message
             self._busy_us[level] += busy
-            took = busy + 1e6 * link.seconds(lead)
+            took = busy + 1e6 * link.transmission_seconds(lead)
             if took:
                 self._link_free_us[level] = max(self._now, free_us) + took
                 end = max(end, self._link_free_us[level])
@@ -276,7 +276,7 @@ class StepSimulator:
             latency_us = 1e6 * link.latency_s * count / collective.rounds
             if collective.double_buffered and not link.rate_by_bytes:  # those are measured with it
                 sent = collective.bytes_by_level.get(level, 0.0) / collective.rounds
-                latency_us -= min(1e6 * link.seconds(sent), latency_us / 4)
+                latency_us -= min(1e6 * link.transmission_seconds(sent), latency_us / 4)
             end += latency_us
         one.arrives_us = end
         # Threads need part of that time once the message is here, and part of it for whatever else cores do.
@@ -298,7 +298,7 @@ class StepSimulator:
                 case LastRankWait(us):
                     one.resumes_us = self._now + us
                 case SimulatedCollective(queue=queue):
-                    one.running = self._threads[queue] < self._machine.workers
+                    one.running = self._threads[queue] < self._machine.collective_threads
                     if one.running:
                         self._threads[queue] += 1
                     else:

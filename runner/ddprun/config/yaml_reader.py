@@ -20,7 +20,7 @@ MAX_BYTES = 64 * 1024
 MAX_DEPTH = 32
 MAX_NODES = 10_000
 
-_FORBIDDEN = re.compile(
+_FORBIDDEN_CHARACTERS = re.compile(
     "[^\t\n\r\x20-\x7e\xa0-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]|[\u2028\u2029]"
 )
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -64,7 +64,7 @@ _SYNTAX_ERROR_WORDS = (
 ReadResult = tuple[Node | None, list[PipelineFault]]  # the root node, if there is one, and faults so far
 
 
-def read_file(path: Path) -> ReadResult:
+def read_pipeline_file(path: Path) -> ReadResult:
     """Read a pipeline file. A file that cannot be read is a fault like any other."""
     name = str(path)
     whole_file = Place(Source(name))
@@ -99,12 +99,12 @@ def read_file(path: Path) -> ReadResult:
 
 def parse_yaml(text: str, source: Source, column: int = 1, path: KeyPath = ()) -> ReadResult:
     """Read one YAML value, which is at `path` in the pipeline and begins at this column of the source."""
-    if forbidden := _FORBIDDEN.search(text):
+    if forbidden := _FORBIDDEN_CHARACTERS.search(text):
         before = Source.from_text("", 0, text[: forbidden.start()]).lines
         place = Place(source, len(before), len(before[-1]) + (column if len(before) == 1 else 1))
         problem = f"the invisible character U+{ord(forbidden[0]):04X} is not allowed in a pipeline"
         return None, [PipelineFault(place, "", problem, "remove it")]
-    builder = _Builder(yaml.SafeLoader(text), source, column)
+    builder = _NodeTreeBuilder(yaml.SafeLoader(text), source, column)
     root: Node | None = None
     try:
         root = builder.build_document(path)
@@ -123,7 +123,7 @@ class _FatalError(Exception):
 
 
 @dataclass
-class _Builder:
+class _NodeTreeBuilder:
     """Turns events into nodes. It recurses at most `MAX_DEPTH` levels deep."""
 
     events: Any  # PyYAML's loader in Python, asked for events only: its resolver and constructor are not used
@@ -195,7 +195,7 @@ class _Builder:
                 node.value.append(read_child(event, len(node.value)))
             elif isinstance(node.value, dict):
                 key_node = read_child(event)
-                key = self.checked_key(key_node, node.value, path)
+                key = self.check_key(key_node, node.value, path)
                 value = read_child(self.events.get_event(), *(() if key is None else (key,)))
                 if key is not None:
                     node.value[key] = Entry(key_node.place, value)
@@ -238,7 +238,7 @@ class _Builder:
         self.add_fault(place, (), f"nested more than {MAX_DEPTH} levels deep", f"at most {MAX_DEPTH} levels")
         raise _FatalError
 
-    def checked_key(self, node: Node, siblings: dict[str, Entry], path: KeyPath) -> str | None:
+    def check_key(self, node: Node, siblings: dict[str, Entry], path: KeyPath) -> str | None:
         """The key of a mapping at a path, or None with a fault recorded."""
         if node.has_fault:
             return None
@@ -258,7 +258,7 @@ class _Builder:
         return None
 
 
-def _syntax_fault(builder: _Builder, error: yaml.MarkedYAMLError) -> PipelineFault:
+def _syntax_fault(builder: _NodeTreeBuilder, error: yaml.MarkedYAMLError) -> PipelineFault:
     """A syntax error in the reader's words instead of the scanner's."""
     mark = error.problem_mark or error.context_mark
     place = builder.place(mark.line, mark.column) if mark else builder.place(0, 0)

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from ddprun.config.faults import PipelineFault, Redact, allowed_values, closest_match
+from ddprun.config.faults import PipelineFault, RedactFunction, allowed_values, closest_match
 from ddprun.config.scalars import bool_hint
 from ddprun.config.tree import Node, find_nearest, format_path
 from ddprun.options import PATTERN_DESCRIPTIONS, CustomValidator, KeyPath, combine, problem
@@ -30,10 +30,10 @@ def validate(
     try:
         return model.model_validate(value, context=context)
     except ValidationError as error:
-        raise with_key_hints(error, model, path, owner) from None
+        raise add_key_hints(error, model, path, owner) from None
 
 
-def with_key_hints(
+def add_key_hints(
     error: ValidationError, model: type[BaseModel], path: tuple[str, ...] = (), owner: str = ""
 ) -> ValidationError:
     """The same errors below `path`; those about unknown keys, and missing options, say what belongs there."""
@@ -46,7 +46,7 @@ def with_key_hints(
                 break
             section = below
         if item["type"] == "extra_forbidden":
-            wrong = _unknown_key(name, section, owner if section is model else "")
+            wrong = _unknown_key_error(name, section, owner if section is model else "")
         elif item["type"] == "missing" and owner and not above:
             wrong = problem(f'{owner} needs "{name}"', f"write {owner}: {{{name}: …}}")
         items += combine([wrong], at=item["loc"]).errors(include_url=False) if wrong else [item]
@@ -67,9 +67,9 @@ def section_model_of(field: FieldInfo | None) -> type[BaseModel] | None:
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
-def _unknown_key(key: str, model: type[BaseModel], owner: str) -> ValidationError:
+def _unknown_key_error(key: str, model: type[BaseModel], owner: str) -> ValidationError:
     known = list(model.model_fields)
-    text, allowed, near = messages.unknown_option(owner, key, known)
+    text, allowed, near = messages.unknown_option_parts(owner, key, known)
     if not owner:
         text = f'unknown key "{key}"'
         sections = ((name, section_model_of(field)) for name, field in model.model_fields.items())
@@ -82,7 +82,7 @@ def _unknown_key(key: str, model: type[BaseModel], owner: str) -> ValidationErro
     return problem(text, allowed, near, on_key=True)
 
 
-def validation_faults(error: ValidationError, root: Node, redact: Redact) -> list[PipelineFault]:
+def validation_faults(error: ValidationError, root: Node, redact: RedactFunction) -> list[PipelineFault]:
     """Errors of a validation as faults, but mere consequences; `redact` gets values before they are cut."""
     made = []
     for item in error.errors(include_url=False):
@@ -104,7 +104,7 @@ def validation_faults(error: ValidationError, root: Node, redact: Redact) -> lis
     return made
 
 
-def _message_parts(item: Any, node: Node | None, value: Any, redact: Redact) -> MessageParts:
+def _message_parts(item: Any, node: Node | None, value: Any, redact: RedactFunction) -> MessageParts:
     """What an error says of a value; `node` is None if the file does not have the value."""
     kind, context = item["type"], item.get("ctx", {})
     got = _shown_value(node, value, redact)
@@ -127,11 +127,11 @@ def _message_parts(item: Any, node: Node | None, value: Any, redact: Redact) -> 
             return f"is longer than {context['max_length']} characters", None, None
     text, allowed, near = messages.error_message_parts(item, got)
     if wanted := messages.EXPECTED_BY_ERROR_TYPE.get(kind) or context.get("wanted"):
-        allowed = _hint(wanted, node, value) or allowed
+        allowed = _correction_hint(wanted, node, value) or allowed
     return text, allowed, near
 
 
-def _shown_value(node: Node | None, value: Any, redact: Redact) -> str:
+def _shown_value(node: Node | None, value: Any, redact: RedactFunction) -> str:
     """A value as a message shows it, in the file's own words where there are any."""
     if value is None and node:
         return node.text or "nothing"
@@ -142,7 +142,7 @@ def _shown_value(node: Node | None, value: Any, redact: Redact) -> str:
     return messages.describe_value(value)
 
 
-def _hint(wanted: str, node: Node | None, value: Any) -> str | None:
+def _correction_hint(wanted: str, node: Node | None, value: Any) -> str | None:
     """What to write where the value almost is what was wanted."""
     if wanted == "a whole number" and isinstance(value, float) and value.is_integer():
         return f"write {int(value)}"

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class AllReduceGroup(dist.ProcessGroup):
+class InterceptingGroup(dist.ProcessGroup):
     """Gives each all-reduce (a sum) to `all_reduce`. All other collectives, of tensors in host memory, are
     those of the `group`, which a Gloo backend serves.
     """

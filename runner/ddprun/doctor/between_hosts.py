@@ -14,12 +14,12 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo
 from ddprun.doctor import Finding, Level, Report, links, pair_label
 from ddprun.doctor.host import unusable_interface_variables
 from ddprun.host import network
-from ddprun.launch.meeting import HostGroup, exit_on_timeout, first_line, leave_together
+from ddprun.launch.host_group import HostGroup, error_first_line, exit_on_timeout, leave_together
 from ddprun.standard_streams import say
 
-_PORTS_S = 30.0
+_PORT_CHECK_TIMEOUT_S = 30.0
 _SHUTDOWN_TIMEOUT_S = 5.0
-_MANY_LINKS = 3
+_MAX_UNANNOUNCED_LINKS = 3
 
 RUN_AGAIN_ADVICE = (
     "see the other findings; run it again with TORCH_DISTRIBUTED_DEBUG=DETAIL and "
@@ -47,9 +47,9 @@ def examine_hosts(own_report: Report, info: RendezvousInfo, endpoint: str, timeo
     known = [name for name, *_ in places]
     names = [name if known.count(name) == 1 else f"{name} ({index})" for index, name in enumerate(known)]
     findings = [*own_report.findings]
-    if facts["name"] in network.shared_names((name, where) for name, where, _ in places):
+    if facts["name"] in network.duplicate_host_names((name, where) for name, where, _ in places):
         found = f"{facts['name']} is another host's, too: runs tell hosts apart by it"
-        findings.append(Finding(facts["name"], "hostname", "problem", found, network.NAME_ADVICE))
+        findings.append(Finding(facts["name"], "hostname", "problem", found, network.HOST_NAME_ADVICE))
     group = HostGroup(store, names, info.rank)
     others = [address for index, (*_, address) in enumerate(places) if index != info.rank]
     network.choose_interface_together(
@@ -76,7 +76,9 @@ def _measure_between_hosts(
     clocks = group.gather("clocks", offset, timeout_s * size)
     with links.listen_on_ports(address) as own:
         listening = [links.ListeningPorts(*one) for one in group.gather("listening", own, timeout_s)]
-        closed = group.gather("ports", links.find_unreachable_ports(listening), _PORTS_S + timeout_s)
+        closed = group.gather(
+            "ports", links.find_unreachable_ports(listening), _PORT_CHECK_TIMEOUT_S + timeout_s
+        )
     found += links.port_findings(group.names, listening, closed)
     found += links.clock_findings(group.names, clocks)
     return Report(hosts, found + _measure_links(group, hosts, interfaces, closed, timeout_s))
@@ -92,8 +94,8 @@ def _measure_links(
     kinds = [("gloo", torch.device("cpu"))]
     if all(host["gpus"] and host["versions"]["NCCL"] for host in hosts):
         kinds.append(("nccl", torch.device("cuda", 0)))
-    pairs = links.measured_pairs(len(hosts))
-    if group.index == 0 and len(pairs) > _MANY_LINKS:
+    pairs = links.pairs_to_measure(len(hosts))
+    if group.index == 0 and len(pairs) > _MAX_UNANNOUNCED_LINKS:
         say(f"measuring {len(pairs)} links, each for a few seconds")
     findings: list[Finding] = []
     for number, ((one, other), (backend, device)) in enumerate(itertools.product(pairs, kinds)):
@@ -109,9 +111,9 @@ def _measure_links(
             found = f"a collective over {backend} failed: {failed[0]}"
             findings.append(Finding(pair_label(*names), "bandwidth", "problem", found, RUN_AGAIN_ADVICE))
         else:
-            speeds = [_speed(hosts[host], interfaces[host]) for host in (one, other)]
+            speeds = [_interface_mbit_per_s(hosts[host], interfaces[host]) for host in (one, other)]
             findings += links.link_findings(*names, links.LinkMeasurement(**results[one]), speeds)
-    if len(hosts) > links.MOST_HOSTS_IN_PAIRS:
+    if len(hosts) > links.MAX_HOSTS_FOR_ALL_PAIRS:
         where = pair_label(group.names[0], group.names[-1])
         found = f"{len(hosts)} hosts: of the links, only those of each host to the next one were measured"
         do = "give --nnodes 2 on two hosts to measure another link"
@@ -127,10 +129,10 @@ def _measure_pair(
         with exit_on_timeout(links.MAX_MEASURING_S + 2 * timeout_s):
             return asdict(links.measure_host_link(store, pair.index(group.index), backend, device, timeout_s))
     except (RuntimeError, ValueError) as error:
-        return first_line(error)
+        return error_first_line(error)
 
 
-def _speed(host: Mapping[str, Any], interface: str) -> float | None:
+def _interface_mbit_per_s(host: Mapping[str, Any], interface: str) -> float | None:
     return next((one["mbit_per_s"] for one in host["interfaces"] if one["name"] == interface), None)
 
 

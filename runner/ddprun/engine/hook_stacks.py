@@ -6,7 +6,7 @@ from typing import Any
 
 from ddprun.config import Choice, LoadedPipeline
 from ddprun.engine.build import ChoiceBuilder
-from ddprun_hooks.config.options import parse_spec
+from ddprun_hooks.config.options import parse_hook_spec
 from ddprun_hooks.errors import HookSetupError
 from ddprun_hooks.registry import make_hook
 from ddprun_hooks.stack import Stack
@@ -14,16 +14,16 @@ from ddprun_hooks.stack import Stack
 _INSIDE = ", inside a host"  # in the description of a stack among the ranks of one host
 
 
-def build_stack(
+def build_hook_stack(
     loaded: LoadedPipeline, path: str, hooks: tuple[Choice, ...], *, inside_host: bool = False
 ) -> Stack:
     """A stack of hooks; inside one host, only the hooks `within` of `hierarchical` remain of it."""
     named = []
     for index, written in enumerate(hooks):
-        chosen = ChoiceBuilder.from_path(loaded, f"{path}[{index}]", written)
+        chosen = ChoiceBuilder.from_key_path(loaded, f"{path}[{index}]", written)
         specs = [(chosen.name, chosen.options)]
         if inside_host and chosen.name == "hierarchical" and chosen.source == "built-in":
-            specs = [parse_spec(spec) for spec in chosen.options.get("within", ())]
+            specs = [parse_hook_spec(spec) for spec in chosen.options.get("within", ())]
         for name, options in specs:
             try:
                 named.append((name, make_hook(name, options)))
@@ -45,14 +45,14 @@ class HookStacksByStage:
     by_description: dict[str, Stack] = field(default_factory=dict)  # each once, by its description, in order
 
     @property
-    def first(self) -> Stack:
+    def first_stack(self) -> Stack:
         return next(iter(self.by_description.values()), Stack([]))
 
     def adopt_earlier_state(self, stage: int) -> None:
         """A stage begins: its hooks take over the state of hooks of the same name in earlier stages."""
         for stacks in (self.all_ranks, self.within_hosts):
             stack = stacks[stage]
-            stack.adopt_state([other for other in stacks.values() if other is not stack])
+            stack.take_state_from([other for other in stacks.values() if other is not stack])
 
     def state_dict(self) -> dict[str, Any]:
         return {description: stack.state_dict() for description, stack in self.by_description.items()}
@@ -83,7 +83,7 @@ class HookStacksByStage:
         return assigned
 
 
-def open_stacks(loaded: LoadedPipeline) -> HookStacksByStage:
+def build_hook_stacks(loaded: LoadedPipeline) -> HookStacksByStage:
     """Make the hooks of every stage that takes steps; a PipelineError names one that cannot be made."""
     opened = HookStacksByStage()
     names: dict[tuple[str, bool], str] = {}
@@ -99,6 +99,6 @@ def open_stacks(loaded: LoadedPipeline) -> HookStacksByStage:
                 while name in opened.by_description:
                     name += "'"
                 names[wanted] = name
-                opened.by_description[name] = build_stack(loaded, path, hooks, inside_host=inside)
+                opened.by_description[name] = build_hook_stack(loaded, path, hooks, inside_host=inside)
             stacks[stage.index] = opened.by_description[names[wanted]]
     return opened
