@@ -33,7 +33,7 @@ for _ in range(3):
     streams.print_stdout('data')
     print('from a data set', flush=True)
     print('a warning', file=sys.stderr, flush=True)
-streams.flush()
+streams.flush_standard_streams()
 note.write('went on')
 """
 

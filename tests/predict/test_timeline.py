@@ -74,8 +74,11 @@ def test_a_link_carries_one_message_after_the_other() -> None:
 
 def test_what_is_one_way_at_first_counts_once() -> None:
     """Of what follows without a pause the largest: the part of it that exceeds what has counted already."""
-    two_ranks = transfer(100, one_way_bytes=40, apart_us=5)
-    for first, done in ((two_ranks, [140, 240]), (transfer(30, one_way_bytes=10, apart_us=5), [40, 170])):
+    two_ranks = transfer(100, one_way_bytes=40, start_spread_us=5)
+    for first, done in (
+        (two_ranks, [140, 240]),
+        (transfer(30, one_way_bytes=10, start_spread_us=5), [40, 170]),
+    ):
         played = play(ALONE, first, two_ranks, AwaitTransfers())
         assert [one.done_us for one in played.transfers] == pytest.approx(done)
     played = play(ALONE, two_ranks, AwaitTransfers(), two_ranks, AwaitTransfers())
@@ -89,7 +92,7 @@ def test_what_is_one_way_at_first_counts_once() -> None:
 def test_each_message_goes_at_the_rate_of_its_size(rounds: int, messages: int) -> None:
     """However many rounds are simulated as one; and so long the link is busy. What goes ahead is another."""
     link = Link(1e6, 0.0, ((100.0, 0.5e6), (1000.0, 1e6)))
-    ring = transfer(800, rounds=rounds, messages=messages, one_way_bytes=50, apart_us=5)
+    ring = transfer(800, rounds=rounds, messages=messages, one_way_bytes=50, start_spread_us=5)
     played = play(HostResources(math.inf, 1, Links(across=link)), ring, AwaitTransfers())
     busy_us = 1e6 * messages * link.transmission_seconds(800 / messages)
     assert played.links_busy_us == pytest.approx({"within": 0, "across": busy_us})
@@ -117,7 +120,7 @@ def test_a_message_that_is_sent_hides_latency_of_another(
 def test_what_blocks_an_idle_link_goes_first_once(latency_s: float, first: float) -> None:
     """Before the first of all rounds; if the other end is near, at most what a card's queue holds."""
     machine = HostResources(math.inf, 1, Links(across=Link(1e6, latency_s)))
-    ring = transfer(6e6, rounds=6, blocking_bytes=400e3)
+    ring = transfer(6e6, rounds=6, queued_ahead_bytes=400e3)
     played = play(machine, ring, ring, AwaitTransfers())
     assert played.transfers[1].done_us == pytest.approx(12e6 + first)
     inside = SimulatedCollective(0.0, {"within": 100.0}, queued_ahead_bytes=400e3)

@@ -255,7 +255,7 @@ def test_a_file_has_its_bounds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No more of it is read; and one that is not there is not there."""
-    for module in ("run_files", "report.predicted"):
+    for module in ("run_files", "report.predicted_vs_measured"):
         monkeypatch.setattr(f"ddprun.{module}.MAX_JSON_BYTES", 100)
     folder = over_a_link(tmp_path / "run")
     assert main(["report", str(folder), "--predicted", "/dev/zero"]) == 2

@@ -361,7 +361,7 @@ def _bucket_tables(
     known_routes = {exchange.route for exchange in shown}
     for exchange in (one for one in exchanges if one.route not in known_routes):
         part = exchange.route.rank_partition
-        if part is not None and any(replace(one, part=part) == exchange.route for one in by_route):
+        if part is not None and any(replace(one, rank_partition=part) == exchange.route for one in by_route):
             continue  # another partition, into groups of the same sizes
         if exchange.route.kind != "buffers":
             by_route.setdefault(exchange.route, []).append(exchange)

@@ -146,7 +146,7 @@ class StepSimulator:
         self._machine = machine
         self._now = 0.0
         self._link_free_us: dict[LinkLevel, float] = {"within": 0.0, "across": 0.0}  # from when on it is free
-        # What has counted of `one_way_bytes` and `blocking_bytes` since nothing was under way.
+        # What has counted of `one_way_bytes` and `queued_ahead_bytes` since nothing was under way.
         self._lead_bytes: dict[LinkLevel, float] = {"within": 0.0, "across": 0.0}
         self._busy_us: dict[LinkLevel, float] = {"within": 0.0, "across": 0.0}
         self._active_transfers: list[_ActiveTransfer] = []
