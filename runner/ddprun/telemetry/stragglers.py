@@ -8,14 +8,16 @@ closing table and the report.
 
 A rank is late by the distance of its last ready time to the median of the others'. It is a straggler if, in
 the median over a window of steps, it is late by more than a share of the step and by more than what the other
-ranks scatter by, and if two judgements in a row find that, at least half a second apart. Its cause is the
-part of the step in which it exceeds the median of the others most. What no part accounts for is
-communication: its last exchange ended later than theirs.
+ranks scatter by, and if two judgements in a row find that, at least half a second apart. Where steps take
+different turns, there is a median for each kind of step, and the mean of them over the window's steps counts.
+Its cause is the part of the step in which it exceeds the median of the others most. What no part accounts for
+is communication: its last exchange ended later than theirs.
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, get_args
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
@@ -42,6 +44,7 @@ class _StepMessages(NamedTuple):
     """What all ranks say about one step."""
 
     step: int
+    turns: tuple[bool, ...]  # those that exchanged gradients in it
     skew_us: float  # from the first rank ready with its last bucket to the last; in backward and outside it
     numbers: FloatArray  # shape (ranks, numbers of a message)
 
@@ -82,14 +85,15 @@ class StragglerDetector:
         last_ready = messages[..., ends]  # outside backward, and in each backward pass
         skews = (last_ready.max(1) - last_ready.min(1)).sum(1).tolist()
         exchanged = (messages[..., SYNC_READY_AT:] != 0.0).any(2).any(1).tolist()
+        in_turns = map(tuple, (messages[..., ends[1:]] != 0.0).all(1).tolist())
         at_us = messages[..., SYNC_READY_AT:].max((1, 2)).tolist()
         changes = list[tuple[int, StragglerEpisode | None]]()
-        for step, skew_us, numbers, any_bucket, now_us in zip(
-            steps, skews, messages, exchanged, at_us, strict=True
+        for step, turns, skew_us, numbers, any_bucket, now_us in zip(
+            steps, in_turns, skews, messages, exchanged, at_us, strict=True
         ):
             if not any_bucket:  # as around an audit: no rank waited for another one
                 continue
-            self._steps.append(_StepMessages(step, skew_us, numbers))
+            self._steps.append(_StepMessages(step, turns, skew_us, numbers))
             # Many steps may come at once, and by then have taken much longer than half a second.
             if len(self._steps) == self._window and now_us - self._judged_us >= _JUDGE_EVERY_US:
                 self._judged_us = now_us
@@ -123,9 +127,19 @@ class StragglerDetector:
         """The latest rank of the window, if it is late by enough."""
         if len(self._steps[0].numbers) < 2:
             return None
+        kinds = dict[tuple[bool, ...], list[int]]()  # the indices of the steps with the same turns
+        for place, one in enumerate(self._steps):
+            kinds.setdefault(one.turns, []).append(place)
         # The usual case comes first and is cheap: no rank is later than the skew of all.
-        if _median(np.array([one.skew_us for one in self._steps])) <= _MIN_LATE_US / _HYSTERESIS:
+        skews = np.array([one.skew_us for one in self._steps])
+        if all(_median(skews[of_kind]) <= _MIN_LATE_US / _HYSTERESIS for of_kind in kinds.values()):
             return None
+
+        def over_kinds(statistic: Callable[[FloatArray], Any], values: FloatArray) -> Any:
+            """The mean over steps of a statistic of their kind; the first dimension is that of steps."""
+            weighted = [len(of_kind) * statistic(values[of_kind]) for of_kind in kinds.values()]
+            return sum(weighted) / len(values)
+
         numbers = np.stack([one.numbers for one in self._steps])  # (steps, ranks, numbers of a message)
         # Ranks wait for each other in each backward pass that exchanges buckets, and once more outside it. A
         # step need not have all of them.
@@ -141,38 +155,41 @@ class StragglerDetector:
         # those that wait for it in backward among the ranks of a host are as late outside it.
         late: FloatArray = np.sum(in_backward, axis=0) if in_backward else np.zeros_like(outside_late)
         late = np.maximum(late, outside_late)
-        typical = _median(late)  # (ranks,)
+        typical = over_kinds(_median, late)  # (ranks,)
         rank = int(typical.argmax())
         late_us = float(typical[rank])
         before = self.current if self.current is not None and self.current.rank == rank else None
         divisor = 1.0 if before is None else _HYSTERESIS
-        spread = _median_absolute_deviation(np.delete(late, rank, 1))
+        spread = over_kinds(_median_absolute_deviation, np.delete(late, rank, 1))
         step_us = float(_median(last_ready[0][-1] - last_ready[0][0])) / max(1, len(numbers) - 1)
         least_us = max(self._min_share * step_us, _SPREAD_FACTOR * spread, _MIN_LATE_US) / divisor
         if late_us <= least_us:
             return None
-        in_most = np.quantile(late[:, rank], 0.25)
+        in_most = over_kinds(partial(np.quantile, q=0.25), late[:, rank])
         if before is None and in_most <= least_us / _HYSTERESIS:
             return None  # late in too few of the steps
 
+        def more_than_others(values: FloatArray) -> list[float]:
+            """By how much this rank is above the others."""
+            found: list[float] = over_kinds(_median, _above_others_median(values)[:, rank]).tolist()
+            return found
+
         last_cause = None if before is None else before.cause
-        cause, bucket = self._find_cause(rank, late_us, numbers, last_cause)
+        cause, bucket = self._find_cause(more_than_others, late_us, numbers, last_cause)
         params = () if bucket is None else self._params[bucket]
         first, last = self._steps[0].step, self._steps[-1].step
         return StragglerEpisode(rank, cause, bucket, params, late_us, step_us, first, last)
 
     def _find_cause(
-        self, rank: int, late_us: float, numbers: FloatArray, last_cause: StragglerCause | None
+        self,
+        more_than_others: Callable[[FloatArray], list[float]],
+        late_us: float,
+        numbers: FloatArray,
+        last_cause: StragglerCause | None,
     ) -> tuple[StragglerCause, int | None]:
         """The part of the step in which a rank is furthest above the others; its last cause is preferred. For
         backward also the late bucket.
         """
-
-        def more_than_others(values: FloatArray) -> list[float]:
-            """By how much this rank is above the others."""
-            found: list[float] = _median(_above_others_median(values)[:, rank]).tolist()
-            return found
-
         more = more_than_others(numbers[..., OWN_COLUMNS])  # of each part
         parts: dict[StragglerCause, float] = dict.fromkeys(get_args(StragglerCause), 0.0)
         for name, us in zip(OWN_PARTS, more, strict=True):
